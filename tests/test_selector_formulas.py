@@ -47,7 +47,8 @@ def test_wrong_keys_and_records_are_refused(name: str) -> None:
     ("name", "options", "message"),
     [
         ("rki4", {"rank": 0}, "rank of the selector rki4 is 0"), ("r8", {"rank": 17}, "rank of the selector r8 is 17"),
-        ("clse", {"rank": "2"}, "rank of the selector clse is '2'"), ("quad", {"rank": True}, "rank of the selector quad is True"),
+        ("clse", {"rank": "2"}, "rank of the selector clse is '2'"), ("clse", {"rank": 3}, "rank of the selector clse is 3; it must be even"),
+        ("quad", {"rank": True}, "rank of the selector quad is True"),
         ("quad", {"bits": 5}, "bits of the selector quad is 5; allowed: 4, 8"), ("minmax", {"bits": 8}, "bits of the selector minmax is 8"),
         ("mean", {"rank": 2}, "do not fit the selector 'mean'"), ("sketch", {"record_bytes": 100}, "record_bytes is 100"),
         ("nosuch", {}, "known selectors: .*rki4"),
@@ -86,7 +87,7 @@ def test_mean_is_a_lower_bound_of_the_log_mass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("rki4", {}), ("r8", {}), ("clse", {}), ("clse", {"rank": 3}), ("quad", {}), ("quad", {"bits": 8})]
+    ("name", "options"), [("rki4", {}), ("r8", {}), ("clse", {}), ("clse", {"rank": 4}), ("quad", {}), ("quad", {"bits": 8})]
 )
 def test_scores_follow_the_written_equations(name: str, options: dict[str, Any]) -> None:
     """The equations of docs/how-it-works.md in float64, one page, head and query at a time, from the decoded fields of the record."""

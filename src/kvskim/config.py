@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ENVIRONMENT_VARIABLES: Mapping[str, str] = {
-    "KVSKIM_CONFIG": "The configuration: the path of a JSON or YAML file, or an inline JSON object. Setting it switches the vLLM plugin on.",
+    "KVSKIM_CONFIG": "The configuration: the path of a JSON or YAML file, or an inline JSON object. Switches the vLLM plugin on.",
     "KVSKIM_DISABLE": "`1`, `true` or `yes` switches kvskim off; `0`, `false` or `no` leaves it on. Anything else is an error.",
     "KVSKIM_CACHE_DIR": "Directory of calibrations and built kernels. Default: `kvskim` in `XDG_CACHE_HOME`, else `~/.cache/kvskim`.",
     "KVSKIM_NVCC": "Path of the CUDA compiler. Default: `bin/nvcc` in `CUDA_HOME`, else `nvcc` on `PATH`.",
@@ -61,8 +61,8 @@ class LoadedConfig:
 def load_config(arguments: Mapping[str, Any] | None = None) -> LoadedConfig:
     """Merge all sources, later wins: defaults, a predecessor's variable, `KVSKIM_CONFIG`, arguments.
 
-    A later source that chooses another rule, selector or variant also drops the earlier settings that belong to the choice it replaces, with
-    a warning for each. With `KVSKIM_CONFIG` set, a predecessor's variable is ignored, with a warning.
+    Arguments that choose another rule, selector or variant than `KVSKIM_CONFIG` also drop the settings of it that belong to the choice they
+    replace, with a warning for each. With `KVSKIM_CONFIG` set, a predecessor's variable is ignored, with a warning.
 
     Args:
         arguments: settings by name; None as a value means not given, so that absent command-line options can be handed on.

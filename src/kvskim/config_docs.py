@@ -35,9 +35,16 @@ kvskim config rule=threshold tau=0.01
 ```
 
 Types are strict: `"8"` is not a number and `true` is not 1. Unknown settings, and settings that the chosen rule, selector or variant would
-ignore, are errors that name the setting, its value and the fix. When arguments choose another rule, selector or variant than `KVSKIM_CONFIG`,
-the settings that belong to the replaced choice are dropped with a warning.
+ignore, are errors that name the setting, its value and the fix. When arguments choose another rule, selector or variant than
+`KVSKIM_CONFIG`, the settings that belong to the replaced choice are dropped with a warning.
 """
+
+_OPTIONS_HEAD = """\
+Under `selector_options`, such as `{"selector": "rki4", "selector_options": {"rank": 4}}`."""
+
+_PREDECESSOR_HEAD = """\
+(a path or inline JSON) are understood while `KVSKIM_CONFIG` is not set; a warning
+prints the equivalent `KVSKIM_CONFIG`. Other keys are errors. `budget_pages` counts sink and window pages here, on every path."""
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -84,12 +91,9 @@ def render() -> str:
     sections = [
         _HEAD,
         f"## Settings\n\n{_settings_table()}\n",
-        "## Options of the selectors\n\nUnder `selector_options`, such as `{\"selector\": \"rki4\", \"selector_options\": {\"rank\": 4}}`.\n\n"
-        f"{_options_table()}\n",
+        f"## Options of the selectors\n\n{_OPTIONS_HEAD}\n\n{_options_table()}\n",
         f"## Environment variables\n\n{_table(['Variable', 'Meaning'], variables)}\n",
-        f"## Coming from a predecessor\n\n{predecessors} (a path or inline JSON) are understood while `KVSKIM_CONFIG` is not set; a warning "
-        "prints the equivalent\n`KVSKIM_CONFIG`. Other keys are errors. `budget_pages` counts sink and window pages here, on every path.\n\n"
-        f"{_predecessor_table()}\n",
+        f"## Coming from a predecessor\n\n{predecessors} {_PREDECESSOR_HEAD}\n\n{_predecessor_table()}\n",
     ]
     return "\n".join(sections)
 

@@ -66,6 +66,7 @@ RULE_SETTINGS: Mapping[str, tuple[RuleName, ...]] = {
     "budget": ("budget",),
     "budget_pages": ("budget",),
     "coverage": ("coverage",),
+    "min_pages": ("threshold", "coverage"),
     "max_pages": ("threshold", "coverage"),
 }
 TIER_SETTINGS = ("host_memory_gib", "hot_cache_gib")
@@ -142,7 +143,7 @@ class SkimConfig(BaseModel):
         default=None,
     )
     min_pages: int = _pages(
-        "Fewest pages attended besides sink and window pages. A request with no more pages than that attends all, under every rule.",
+        "Rules `threshold` and `coverage`: fewest pages attended besides sink and window pages; a request with no more than that attends all.",
         0,
         default=DEFAULT_MIN_PAGES,
     )
@@ -246,7 +247,8 @@ class SkimConfig(BaseModel):
             budget_pages=self.budget_pages,
             budget_fraction=self.budget,
             coverage=self.coverage,
-            min_pages=self.min_pages,
+            # A budget is never exceeded, so a short request has no floor of its own under that rule.
+            min_pages=0 if self.rule == "budget" else self.min_pages,
             max_pages=self.max_pages,
             combine=self.combine,
         )

@@ -108,7 +108,7 @@ class ReferenceLayer:
         padded[:, :seq_len] = logits
         exact = padded.unflatten(1, (total, PAGE_TOKENS)).logsumexp(-1)  # [G, total]
         exact_mass = exact.softmax(-1).mean(0)
-        candidates = torch.arange(self.sink_pages, total - self.window_pages)
+        candidates = torch.arange(self.sink_pages, max(self.sink_pages, total - self.window_pages))
         is_forced = torch.ones(total, dtype=torch.bool)
         is_forced[candidates] = False
         selected = is_forced.clone()

@@ -27,10 +27,12 @@ class Fact:
 
 
 FACTS = (
-    Fact("The phone extension of Maria Lopez is 48213.", "What is the phone extension of Maria Lopez?", "48213"),
-    Fact("The password for the silver falcon is 70526.", "What is the password for the silver falcon?", "70526"),
-    Fact("The locker code of Peter Novak is 31974.", "What is the locker code of Peter Novak?", "31974"),
     Fact("The population of Misty Harbor village is 65380.", "What is the population of Misty Harbor village?", "65380"),
+    Fact("The account number of Greta Lind is 90417.", "What is the account number of Greta Lind?", "90417"),
+    Fact("The flight number of the airplane to Calm Island is 58602.", "What is the flight number of the airplane to Calm Island?", "58602"),
+    Fact("The salary of Omar Said is 71938.", "What is the salary of Omar Said?", "71938"),
+    Fact("The postal code of Walnut Valley is 36157.", "What is the postal code of Walnut Valley?", "36157"),
+    Fact("The password for the silver falcon is 70526.", "What is the password for the silver falcon?", "70526"),
 )
 
 

@@ -7,7 +7,6 @@ anything but its own cache object.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -153,10 +152,3 @@ class SkimLayer(DynamicLayer):
             self.records.select(rows)
         # Samples of several requests of a batch are one set: which rows they came from does not matter to a calibration.
         self._seen = self.keys
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SkimLayer:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        for name, value in self.__dict__.items():
-            twin.__dict__[name] = copy.deepcopy(value, memo)
-        return twin

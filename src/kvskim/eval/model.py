@@ -172,4 +172,5 @@ def load(model_path: str, device: str = "cpu", dtype: torch.dtype = torch.float3
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     tokenizer = AutoTokenizer.from_pretrained(model_path, **extra)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=ATTENTION_NAME, **extra)
-    return EvalModel(model.to(device).eval(), tokenizer)
+    placed: Any = model
+    return EvalModel(placed.to(device).eval(), tokenizer)

@@ -34,6 +34,8 @@ class Clse(Selector):
 
     def __init__(self, rank: int = 2) -> None:
         self.rank = check_rank(self.name, rank)
+        if rank % 2:
+            raise ValueError(f"rank of the selector clse is {rank}; it must be even, so that the int4 coordinates of a token fill whole bytes")
 
     def format(self, head_dim: int) -> RecordFormat:
         check_head_dim(self.name, head_dim, multiple=2, above=self.rank)

@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 import time
@@ -27,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvskim.config import cache_directory
+from kvskim.config import cache_directory, nvcc_path
 
 FOLDER = Path(__file__).resolve().parent
 PREBUILT = FOLDER / "prebuilt"
@@ -60,11 +59,9 @@ def sources() -> list[Path]:
 
 
 def find_nvcc() -> Path | None:
-    """nvcc on the path, or in the toolkit's usual place; None when there is none."""
-    for candidate in (shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
-        if candidate and os.access(candidate, os.X_OK):
-            return Path(candidate)
-    return None
+    """The configured nvcc, or the one in the toolkit's usual place; None when there is none."""
+    usual = Path("/usr/local/cuda/bin/nvcc")
+    return nvcc_path() or (usual if os.access(usual, os.X_OK) else None)
 
 
 @functools.lru_cache
@@ -207,12 +204,12 @@ def build_library(arch: str = "sm_90a", output_directory: Path | None = None, pr
         if not is_intact(target, source_hash(arch)):
             started = time.monotonic()
             say(f"compiling {len(sources())} CUDA sources for {arch} into {directory} (once per machine)")
-            _build(target, nvcc, arch)
+            compile_library(target, nvcc, arch)
             say(f"compiled the CUDA kernels in {time.monotonic() - started:.0f} s")
     return target
 
 
-def _build(target: Path, nvcc: Path, arch: str) -> str:
+def compile_library(target: Path, nvcc: Path, arch: str) -> str:
     """Compile, link and publish; the library and then its sidecar appear by atomic renames. Returns ptxas' report."""
     wanted = source_hash(arch)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as name:
@@ -233,10 +230,10 @@ def _build(target: Path, nvcc: Path, arch: str) -> str:
 def demangle(names: Sequence[str]) -> list[str]:
     """C++ names without their parameter lists, e.g. ``score_sketch_kernel<4>``; needs c++filt of the host compiler."""
     done = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
-    return [_without_parameters(line) for line in done.stdout.splitlines()]
+    return [without_parameters(line) for line in done.stdout.splitlines()]
 
 
-def _without_parameters(name: str) -> str:
+def without_parameters(name: str) -> str:
     depth = 0
     for end in range(len(name) - 1, -1, -1):
         depth += (name[end] == ")") - (name[end] == "(")
@@ -314,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.prebuilt:
         PREBUILT.mkdir(exist_ok=True)
         final = PREBUILT / _prebuilt_name(options.arch)
-        _build(final, nvcc, options.arch)
+        compile_library(final, nvcc, options.arch)
         print(final)
         return
     print(build_library(options.arch, options.output, print))

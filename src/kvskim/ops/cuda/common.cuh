@@ -49,6 +49,9 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 
+// What the kernel ahead may have written must be read by plain loads after the wait: the compiler may move __ldg ahead of it.
+__device__ __forceinline__ uint4 load16(const void* p) { return *static_cast<const uint4*>(p); }
+
 // ---- arithmetic ----
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -80,11 +83,12 @@ __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / 
 // Columns that the scores of a group of query heads are padded to.
 __host__ __device__ constexpr int padded_group(int group) { return group <= 4 ? 4 : group <= 8 ? 8 : 16; }
 
-// Physical page of a logical one. Only pages of the request may be asked for.
+// Physical page of a logical one. Only pages of the request may be asked for. A plain load: it may not move ahead of the wait for the
+// kernel that wrote the table, as one through the read-only path (__ldg) could.
 struct BlockTable {
   const int* entries;  // of one request
   int shift;           // log2(pages per block)
-  __device__ __forceinline__ int entry(int page) const { return __ldg(entries + (page >> shift)); }
+  __device__ __forceinline__ int entry(int page) const { return entries[page >> shift]; }
   __device__ __forceinline__ int physical(int entry, int page) const { return (entry << shift) + (page & ((1 << shift) - 1)); }
 };
 

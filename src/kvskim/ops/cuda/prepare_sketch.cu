@@ -58,13 +58,11 @@ __device__ __forceinline__ float element(uint16_t x) {
   else return __uint_as_float(static_cast<uint32_t>(x) << 16);
 }
 
-__device__ __forceinline__ uint4 load16(const void* p) { return __ldg(static_cast<const uint4*>(p)); }
-
 // Eight consecutive keys of one token as four pairs in the type of the query.
 template <bool HALF, bool FLOAT8>
 __device__ __forceinline__ uint4 load_keys(const uint8_t* cache, int64_t element_offset) {
   if constexpr (!FLOAT8) return load16(cache + 2 * element_offset);
-  const uint2 raw = __ldg(reinterpret_cast<const uint2*>(cache + element_offset));
+  const uint2 raw = *reinterpret_cast<const uint2*>(cache + element_offset);
   uint32_t out[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-namespace kvskim_select {
+namespace kvskim::selection {
 
 constexpr int MAX_CLUSTER = 16;
 constexpr int MAX_GROUP = 16;
@@ -101,4 +101,4 @@ __device__ Totals total(Shared<WARPS>& shared, const Place& place, int phase, Ta
     return {{warp_sum(of_rank.above), warp_sum(of_rank.equal), warp_sum(of_rank.mass)}, above_before, equal_before};
 }
 
-}  // namespace kvskim_select
+}  // namespace kvskim::selection

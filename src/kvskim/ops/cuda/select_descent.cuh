@@ -9,13 +9,18 @@
 
 #include "select_cluster.cuh"
 
-namespace kvskim_select {
+namespace kvskim::selection {
 
-constexpr int PASSES = 3;
-constexpr int BINS[PASSES] = {2048, 2048, 1024};
-constexpr int FIRST_BIN[PASSES] = {0, 2048, 4096};
-constexpr int SHIFT[PASSES] = {21, 10, 0};
-constexpr int ALL_BINS = 5120;
+// Pass `index` looks at the bits [shift, shift + log2(bins)) and counts in the bins [first, first + bins).
+template <int index>
+struct Pass {
+    static constexpr int digit_bits = index == 2 ? 10 : 11;
+    static constexpr int bins = 1 << digit_bits;
+    static constexpr int first = index * 2048;
+    static constexpr int shift = index == 0 ? 21 : index == 1 ? 10 : 0;
+    static constexpr int prefix_shift = shift + digit_bits;  // the bits above were settled by the passes before
+};
+constexpr int ALL_BINS = Pass<2>::first + Pass<2>::bins;
 
 // Bins of all passes: how many keys, and their mass as a 64-bit sum in two halves (null unless the rule is coverage).
 struct Histograms {
@@ -67,13 +72,14 @@ __device__ __forceinline__ void add_wide(uint32_t* low, uint32_t* high, uint32_t
 }
 
 // One thread of the first block finds the bin in which the goal is first reached and tells every block.
-template <int THREADS, int PASS>
+template <int THREADS, int INDEX>
 __device__ void find_bin(Shared<THREADS / 32>& shared, const Place& place, const Histograms& histograms, const Goal& goal, const Descent& state) {
-    constexpr int EACH = BINS[PASS] / THREADS;
+    using Bits = Pass<INDEX>;
+    constexpr int EACH = Bits::bins / THREADS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const bool by_mass = histograms.mass_low != nullptr;
     // Thread 0 has the highest bins.
-    const int top = FIRST_BIN[PASS] + BINS[PASS] - 1 - threadIdx.x * EACH;
+    const int top = Bits::first + Bits::bins - 1 - threadIdx.x * EACH;
     int count = 0;
     unsigned long long mass = 0;
 #pragma unroll
@@ -108,24 +114,25 @@ __device__ void find_bin(Shared<THREADS / 32>& shared, const Place& place, const
         unsigned long long next_mass = mass;
         if (by_mass) next_mass += (static_cast<unsigned long long>(histograms.mass_high[top - i]) << 32) + histograms.mass_low[top - i];
         if (!goal.reached(count, mass) && goal.reached(next_count, next_mass)) {
-            const uint32_t digit = top - i - FIRST_BIN[PASS];
-            const uint32_t prefix = PASS == 0 ? digit : (state.prefix << (PASS == 1 ? 11 : 10)) | digit;
-            for (int other = 0; other < place.active; ++other) *place.of(&shared.descent[PASS], other) = {prefix, count, mass};
+            const uint32_t digit = top - i - Bits::first;
+            const uint32_t prefix = (state.prefix << Bits::digit_bits) | digit;  // the prefix is 0 at first
+            for (int other = 0; other < place.active; ++other) *place.of(&shared.descent[INDEX], other) = {prefix, count, mass};
         }
         count = next_count;
         mass = next_mass;
     }
 }
 
-template <int THREADS, int PASS>
+template <int THREADS, int INDEX>
 __device__ void descend(Shared<THREADS / 32>& shared, const Place& place, const Histograms& histograms, const Goal& goal,
                         const float* keys, int length, bool is_signed, Descent& state) {
+    using Bits = Pass<INDEX>;
     const bool by_mass = histograms.mass_low != nullptr;
     for (int i = threadIdx.x; i < length; i += THREADS) {
         const float key = keys[i];
         const uint32_t bits = ordered_bits(key, is_signed);
-        if (PASS > 0 && (bits >> SHIFT[PASS > 0 ? PASS - 1 : 0]) != state.prefix) continue;
-        const int bin = FIRST_BIN[PASS] + ((bits >> SHIFT[PASS]) & (BINS[PASS] - 1));
+        if (INDEX > 0 && (bits >> (Bits::prefix_shift % 32)) != state.prefix) continue;
+        const int bin = Bits::first + ((bits >> Bits::shift) & (Bits::bins - 1));
         atomicAdd(&histograms.count[bin], 1u);
         if (by_mass) add_wide(&histograms.mass_low[bin], &histograms.mass_high[bin], fixed_mass(key), 0);
     }
@@ -135,16 +142,16 @@ __device__ void descend(Shared<THREADS / 32>& shared, const Place& place, const 
         uint32_t* count = place.of(histograms.count, 0);
         uint32_t* mass_low = by_mass ? place.of(histograms.mass_low, 0) : nullptr;
         uint32_t* mass_high = by_mass ? place.of(histograms.mass_high, 0) : nullptr;
-        for (int bin = FIRST_BIN[PASS] + threadIdx.x; bin < FIRST_BIN[PASS] + BINS[PASS]; bin += THREADS) {
+        for (int bin = Bits::first + threadIdx.x; bin < Bits::first + Bits::bins; bin += THREADS) {
             if (histograms.count[bin] == 0) continue;
             atomicAdd(&count[bin], histograms.count[bin]);
             if (by_mass) add_wide(&mass_low[bin], &mass_high[bin], histograms.mass_low[bin], histograms.mass_high[bin]);
         }
     }
     place.synchronise();
-    if (place.rank == 0) find_bin<THREADS, PASS>(shared, place, histograms, goal, state);
+    if (place.rank == 0) find_bin<THREADS, INDEX>(shared, place, histograms, goal, state);
     place.synchronise();
-    state = shared.descent[PASS];
+    state = shared.descent[INDEX];
 }
 
 // The histograms must be zero, and every block of the cluster must know it. The goal must not be reached by no page at all,
@@ -170,4 +177,4 @@ __device__ Cut find_cut(Shared<THREADS / 32>& shared, const Place& place, const 
     return cut;
 }
 
-}  // namespace kvskim_select
+}  // namespace kvskim::selection

@@ -1,0 +1,213 @@
+"""Commands for vLLM: `kvskim serve`, `kvskim doctor`, `kvskim check`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvskim.config import ConfigError, cache_directory, configured_by, is_disabled, load_config, nvcc_path
+from kvskim.config_sources import read_settings
+
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+ConfigOption = Annotated[str | None, typer.Option("--config", help="Configuration of kvskim: a JSON or YAML file, or inline JSON. Default: KVSKIM_CONFIG.")]
+
+
+def _fail(message: object) -> typer.Exit:
+    typer.echo(f"error: {message}", err=True)
+    return typer.Exit(1)
+
+
+def _vllm_version() -> str:
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        raise _fail("vllm is not installed here; install it with: pip install 'kvskim[vllm]'") from None
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="The model, as for `vllm serve`.")],
+    config: ConfigOption = None,
+) -> None:
+    """Serve a model with vLLM and sparse decode. Everything else on the line goes to `vllm serve`."""
+    _vllm_version()
+    rest = list(context.args)
+    backend = _given_backend(rest)
+    if backend is not None and backend.upper() != "CUSTOM":
+        raise _fail(f"--attention-backend is {backend!r}; kvskim serve sets it to CUSTOM: leave it out, or use vllm serve")
+    try:
+        if is_disabled():
+            raise _fail("KVSKIM_DISABLE is set; unset it, or use vllm serve")
+        if config is not None:
+            # vLLM's workers are other processes: they read it from there.
+            os.environ["KVSKIM_CONFIG"] = config
+        load_config()
+    except ConfigError as error:
+        raise _fail(error) from None
+    backend_arguments = [] if backend is not None else ["--attention-backend", "CUSTOM"]
+    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *backend_arguments, *rest])
+
+
+def _given_backend(arguments: list[str]) -> str | None:
+    for i, word in enumerate(arguments):
+        if word == "--attention-backend":
+            return arguments[i + 1] if i + 1 < len(arguments) else ""
+        if word.startswith("--attention-backend="):
+            return word.split("=", 1)[1]
+    return None
+
+
+def doctor() -> None:
+    """Say what this machine can run: versions, GPU, kernels, and whether vLLM finds kvskim."""
+    console = Console()
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in _findings():
+        table.add_row(f"[bold]{name}[/bold]", value)
+    console.print(table)
+
+
+def _findings() -> list[tuple[str, str]]:
+    rows = [(name, _or_error(lambda name=name: _installed(name))) for name in ("kvskim", "torch", "triton", "vllm", "transformers")]
+    rows.append(("vLLM support", _or_error(_vllm_support)))
+    rows.append(("vLLM plugin", _or_error(_plugin)))
+    rows.append(("configuration", _or_error(_configuration)))
+    rows.append(("GPU", _or_error(_gpu)))
+    rows.append(("CUDA compiler", _or_error(lambda: str(nvcc_path() or "not found (only needed to build kernels for another GPU)"))))
+    rows.append(("kernels", _or_error(_kernels)))
+    rows.append(("cache", _or_error(lambda: str(cache_directory()))))
+    return rows
+
+
+def _or_error(find: Callable[[], str]) -> str:
+    try:
+        return find()
+    except Exception as error:
+        return f"[red]{type(error).__name__}: {error}[/red]"
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed" if importlib.util.find_spec(name) is None else "installed, version unknown"
+
+
+def _vllm_support() -> str:
+    from kvskim.engines.vllm.support import NEWEST_VLLM, OLDEST_VLLM, version_refusal
+
+    supported = f"{OLDEST_VLLM[0]}.{OLDEST_VLLM[1]} to {NEWEST_VLLM[0]}.{NEWEST_VLLM[1]}"
+    try:
+        refusal = version_refusal(version("vllm"))
+    except PackageNotFoundError:
+        return f"{supported}; vLLM is not installed"
+    return refusal or f"{supported}; this version is supported"
+
+
+def _plugin() -> str:
+    found = [entry for entry in entry_points(group="vllm.general_plugins") if entry.value.startswith("kvskim.")]
+    if not found:
+        return "[red]NOT FOUND: kvskim is on the path but not installed (pip install); vLLM will not load it[/red]"
+    return f"{found[0].name} = {found[0].value}"
+
+
+def _configuration() -> str:
+    if is_disabled():
+        return "KVSKIM_DISABLE is set: kvskim is off"
+    source = configured_by()
+    load_config()
+    return f"from {source}: FlashAttention is replaced" if source else "none set: vLLM stays stock unless --attention-backend CUSTOM"
+
+
+def _gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none"
+    names = [f"{torch.cuda.get_device_name(i)} (sm_{''.join(map(str, torch.cuda.get_device_capability(i)))})" for i in range(torch.cuda.device_count())]
+    return ", ".join(sorted(set(names))) + f", {len(names)} in all"
+
+
+def _kernels() -> str:
+    import torch
+
+    from kvskim.ops import dispatch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return f"{dispatch.resolve('auto', device)} on {device.type}"
+
+
+def check(
+    model: Annotated[str, typer.Argument(help="A local model folder with weights and tokenizer.")],
+    config: ConfigOption = None,
+    context: Annotated[int, typer.Option(help="Prompt tokens of the longest prompt.", min=64)] = 8192,
+    prompts: Annotated[int, typer.Option(help="How many prompts.", min=1)] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens decoded for each prompt.", min=2)] = 64,
+    eager: Annotated[bool, typer.Option(help="Without CUDA graphs.")] = False,
+) -> None:
+    """Compare this model in vLLM with full attention: with all pages selected, then with the rule. Proves that sparse attention runs."""
+    _vllm_version()
+    try:
+        given = None if config is None else read_settings(config, name="--config")[0]
+        settings = json.loads(load_config(given).config.model_dump_json())
+    except ConfigError as error:
+        raise _fail(error) from None
+    try:
+        ok = _check(model, settings, context=context, count=prompts, tokens=tokens, eager=eager)
+    except RuntimeError as error:
+        raise _fail(error) from None
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _check(model: str, settings: dict[str, Any], *, context: int, count: int, tokens: int, eager: bool) -> bool:
+    from kvskim.demo.text import reference_text, tokenize
+    from kvskim.engines.vllm.check import ALL_PAGES, compare, run_engine
+
+    if not Path(model, "config.json").is_file():
+        raise _fail(f"there is no model folder at {model}")
+    from transformers import AutoTokenizer
+
+    ids = tokenize(AutoTokenizer.from_pretrained(model, local_files_only=True), reference_text())
+    if len(ids) < context:
+        ids = ids * (context // len(ids) + 1)
+    lengths = [max(32, context * (i + 1) // count) for i in range(count)]
+    batch = [ids[7 * i : 7 * i + length] for i, length in enumerate(lengths)]
+    llm = dict(model=model, max_model_len=context + max(tokens, 576) + 64, enforce_eager=eager, gpu_memory_utilization=0.85, disable_log_stats=True)
+    selector = {name: settings[name] for name in ("selector", "selector_options", "calibration", "kernels", "dense_layers") if name in settings}
+    warm = ids[: min(len(ids), context)]
+    dense = run_engine(llm, batch, settings=None, max_tokens=tokens)
+    everything = run_engine(llm, batch, settings={**selector, **ALL_PAGES}, max_tokens=tokens, warm_prompt=warm, activity=True)
+    ruled = run_engine(llm, batch, settings=settings, max_tokens=tokens, warm_prompt=warm, activity=True)
+
+    table = Table("run", "equal prompts", "equal tokens", "logprob difference", "pages attended", "mass covered", "seconds")
+    table.add_row("FLASH_ATTN", "", "", "", "", "", f"{dense['seconds']:.1f}")
+    for name, result in (("all pages", everything), ("the rule", ruled)):
+        agreement = compare(dense, result)
+        seen = result["activity"]
+        share = seen["attended"] / max(1, seen["total"])
+        table.add_row(
+            name, f"{agreement.equal} of {agreement.prompts}", f"{agreement.tokens:.1%}", f"{agreement.logprob:.3f}", f"{share:.1%}",
+            f"{seen['covered'] / max(1, seen['count']):.1%}", f"{result['seconds']:.1f}",
+        )
+    console = Console()
+    for line in ruled["log"]:
+        console.print(line, highlight=False, markup=False)
+    console.print(table)
+    seen = ruled["activity"]
+    active = bool(ruled["ready"]) and 0 < seen["attended"] < seen["total"]
+    everything_equal = compare(dense, everything).tokens
+    if not active:
+        console.print("[red]sparse attention was NOT active with the rule: not calibrated, or every request was short[/red]")
+    if everything_equal < 0.9:
+        console.print("[red]with all pages selected the tokens should be those of FLASH_ATTN, up to rounding[/red]")
+    return active and everything_equal >= 0.9

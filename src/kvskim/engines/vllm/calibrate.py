@@ -1,0 +1,280 @@
+"""Calibration inside the engine: from a file, from the cache, or from the first prompts that the engine prefills.
+
+From first prompts: keys and queries of a few thousand prefill tokens are copied aside while FlashAttention computes them; then the
+layers are fitted one per engine step, on the GPU, in the engine's own order of work, so that all tensor-parallel ranks do the same in the
+same step and nothing depends on timing; then all pages in the cache are encoded once and the device flag ``ready`` is set. Until then
+every page is attended. Captured graphs stay valid: they read the tables and the flag from the device. There is no second fit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvskim.calibration import Calibration, LayerCalibration, fit_layer, load_calibration, model_fingerprint
+from kvskim.config import SkimConfig, cache_directory
+from kvskim.layout import PAGE_TOKENS
+from kvskim.rotary import Rotary
+from kvskim.selectors.base import PageTables, Selector
+from kvskim.selectors.sketch import SketchTables
+
+if TYPE_CHECKING:
+    from kvskim.engines.vllm.state import LayerState, SkimState
+
+CAPTURE_TOKENS = 4096
+"""Prefill tokens whose keys are read."""
+QUERY_STRIDE = 4
+"""One in so many of these tokens gives queries too: their second moment needs fewer of them."""
+SHORTEST_ROW = 4 * PAGE_TOKENS
+"""Prefill rows shorter than this are left out: vLLM's own warm-up requests are a few tokens long."""
+MODE_SHRINK = 0.5
+"""Served text goes on to be other text than the first prompts."""
+LATER_COPIES = 3
+"""How often the captured tokens are seen again at later positions."""
+ENCODE_PAGES = 65536
+"""Pages encoded by one call when all pages in the cache get their records."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens ``start .. start + count - 1`` of a step, which go to position ``target`` of the captured tokens."""
+
+    start: int
+    count: int
+    target: int
+
+
+def plan_segments(starts: Sequence[int], captured: int, capacity: int) -> tuple[Segment, ...]:
+    """Which tokens of a step calibration reads: whole groups of 16 tokens of every long row, without the row's first 16 tokens.
+
+    The first page of a request is always attended, and its keys are unlike all others.
+
+    Args:
+        starts: ``[rows + 1]``, first token of each row, and the end.
+        captured: tokens that earlier steps gave.
+        capacity: tokens wanted in all, a multiple of 16.
+    """
+    segments = []
+    for start, end in zip(starts, starts[1:]):
+        room = capacity - captured
+        if room < PAGE_TOKENS:
+            break
+        if end - start < SHORTEST_ROW:
+            continue
+        count = min((end - start - PAGE_TOKENS) // PAGE_TOKENS * PAGE_TOKENS, room)
+        segments.append(Segment(start + PAGE_TOKENS, count, captured))
+        captured += count
+    return tuple(segments)
+
+
+class Calibrator:
+    """Captures the first prompts, fits the layers, and hands the tables over. Thrown away afterwards.
+
+    Args:
+        selector: the record format that is fitted.
+        layers: the sparse layers of this worker, in the order of the model.
+        later_positions: offsets at which the captured keys and queries are seen again, rotated.
+        rotary: the model's rotary embedding; None: later positions are left out.
+    """
+
+    def __init__(self, selector: Selector, layers: Sequence[LayerState], rotary: Rotary | None, later_positions: tuple[int, ...]) -> None:
+        self._selector = selector
+        self._layers = list(layers)
+        self._rotary = rotary
+        self._later_positions = later_positions if rotary is not None else ()
+        self._captured = 0
+        self._keys: dict[str, Tensor] = {}
+        self._queries: dict[str, Tensor] = {}
+        self._fitted: list[Any] = []
+        self._seconds = 0.0
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Make room for the captured tokens; called in vLLM's profiling run, so that it is counted."""
+        for layer in self._layers:
+            queries = CAPTURE_TOKENS // QUERY_STRIDE
+            self._keys[layer.name] = torch.zeros(CAPTURE_TOKENS, layer.num_kv_heads, layer.head_size, dtype=dtype, device=device)
+            self._queries[layer.name] = torch.zeros(queries, layer.num_heads, layer.head_size, dtype=dtype, device=device)
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self._keys.values(), *self._queries.values()))
+
+    @property
+    def progress(self) -> str:
+        if self._captured < CAPTURE_TOKENS:
+            return f"{self._captured} of {CAPTURE_TOKENS} tokens captured"
+        return f"{len(self._fitted)} of {len(self._layers)} layers fitted"
+
+    def plan(self, common: Any) -> tuple[Segment, ...]:
+        """The tokens of this step to capture, from vLLM's common metadata of the step."""
+        if self._captured >= CAPTURE_TOKENS or common.max_query_len < SHORTEST_ROW or not self._keys:
+            return ()
+        segments = plan_segments(common.query_start_loc_cpu[: common.num_reqs + 1].tolist(), self._captured, CAPTURE_TOKENS)
+        # vLLM's dummy runs have no slots. This waits for the GPU, in the few prefill steps that are captured and in no other.
+        if not segments or bool((common.slot_mapping[: segments[-1].start + 1] < 0).any()):
+            return ()
+        self._captured = segments[-1].target + segments[-1].count
+        return segments
+
+    def capture(self, layer: LayerState, query: Tensor, key: Tensor, segments: Sequence[Segment]) -> None:
+        """Copy the keys ``[T, H, D]`` and queries ``[T, Hq, D]`` of the segments aside."""
+        keys, queries = self._keys[layer.name], self._queries[layer.name]
+        for s in segments:
+            keys[s.target : s.target + s.count].copy_(key[s.start : s.start + s.count])
+            first = s.target // QUERY_STRIDE
+            queries[first : first + s.count // QUERY_STRIDE].copy_(query[s.start : s.start + s.count : QUERY_STRIDE])
+
+    def advance(self, state: SkimState) -> None:
+        """One step of work once enough is captured: fit the next layer, and after the last one switch to sparse."""
+        if self._captured < CAPTURE_TOKENS:
+            return
+        if not self._fitted and not self._seconds:
+            state.log(f"calibration: {CAPTURE_TOKENS} prefill tokens captured, fitting {len(self._layers)} layers, one per step")
+        started = time.perf_counter()
+        layer = self._layers[len(self._fitted)]
+        keys = self._keys.pop(layer.name).transpose(0, 1).float()
+        queries = self._queries.pop(layer.name).transpose(0, 1).float() * layer.scale
+        record_bytes = self._selector.record_bytes(layer.head_size)
+        fitted: LayerCalibration = fit_layer(
+            keys, queries, record_bytes=record_bytes, mode_shrink=MODE_SHRINK, rotary=self._rotary, later_positions=self._later_positions
+        )
+        self._fitted.append(self._selector.tables(layer.num_kv_heads, layer.head_size, fitted))
+        self._seconds += time.perf_counter() - started
+        if len(self._fitted) == len(self._layers):
+            started = time.perf_counter()
+            for layer, tables in zip(self._layers, self._fitted):
+                copy_tables(layer.tables, tables)
+                encode_all_pages(state, layer)
+            state.mark_ready()
+            self._seconds += time.perf_counter() - started
+            state.log(f"calibration: fitted on the first {CAPTURE_TOKENS} prefill tokens in {self._seconds:.1f} s; decode is sparse from now on")
+
+
+def encode_all_pages(state: SkimState, layer: LayerState) -> None:
+    """Make the records of every physical page from what lies in the cache. Pages that hold nothing get records nobody reads."""
+    assert layer.records.records is not None, "the records are encoded before vLLM bound its cache"
+    for slots in page_slots(layer.records.records.shape[0], layer.records.records.device):
+        state.encode(layer, slots)
+
+
+def page_slots(num_pages: int, device: torch.device) -> Iterator[Tensor]:
+    """int64 slots of the last token of each page, in runs of at most ENCODE_PAGES pages."""
+    for first in range(0, num_pages, ENCODE_PAGES):
+        pages = torch.arange(first, min(first + ENCODE_PAGES, num_pages), dtype=torch.int64, device=device)
+        yield pages * PAGE_TOKENS + (PAGE_TOKENS - 1)
+
+
+def empty_tables(selector: Selector, num_kv_heads: int, head_size: int, device: torch.device) -> Any:
+    """Tables of a layer on the device, of the right shapes, to be filled later; the neutral ones where the selector has such."""
+    if not selector.needs_calibration:
+        return selector.tables(num_kv_heads, head_size).to(device)
+    record_bytes = selector.record_bytes(head_size)
+    slots = 4 * record_bytes
+
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(num_kv_heads, *shape, dtype=dtype, device=device)
+
+    return SketchTables(
+        record_bytes=record_bytes,
+        mean=zeros(head_size, dtype=torch.float32),
+        encode_matrix=zeros(slots, head_size, dtype=torch.bfloat16),
+        query_matrix=zeros(slots, head_size, dtype=torch.bfloat16),
+        coefficient_bits=zeros(slots, dtype=torch.uint8),
+        coefficient_count=zeros(PAGE_TOKENS, dtype=torch.int32),
+        slot_coefficient=zeros(slots, dtype=torch.int16),
+        slot_digit=zeros(slots, dtype=torch.uint8),
+    )
+
+
+def copy_tables(target: Any, source: Any) -> None:
+    """Fill the tables on the device; their addresses stay, so captured graphs see the new values."""
+    for field in fields(target):
+        value = getattr(target, field.name)
+        if isinstance(value, Tensor):
+            value.copy_(getattr(source, field.name))
+
+
+def rank_tables(selector: Selector, calibration: Calibration, index: int, total_heads: int, head_size: int, first: int, count: int) -> Any:
+    """Tables of kv heads ``first .. first + count - 1`` of a layer: the share of this tensor-parallel rank."""
+    tables = selector.tables(total_heads, head_size, calibration.layer(index))
+    if isinstance(tables, SketchTables):
+        return tables.heads(first, first + count)
+    return PageTables(tables.offset[first : first + count].contiguous())
+
+
+def rank_heads(total_heads: int, rank: int, world: int) -> tuple[int, int]:
+    """(first kv head, number of kv heads) of a tensor-parallel rank; with fewer heads than ranks several ranks have the same head."""
+    if total_heads >= world:
+        count = total_heads // world
+        return rank * count, count
+    return rank // (world // total_heads), 1
+
+
+def later_positions(max_model_len: int) -> tuple[int, ...]:
+    """Offsets at which calibration sees its keys and queries again, spread evenly up to the longest request."""
+    room = max_model_len - CAPTURE_TOKENS
+    if room <= CAPTURE_TOKENS:
+        return ()
+    return tuple(room * (n + 1) // LATER_COPIES for n in range(LATER_COPIES))
+
+
+def vllm_rotary(head_size: int) -> Rotary | None:
+    """The model's rotary embedding, taken from vLLM's; None where there is not exactly one of that head size, or it is of another kind."""
+    from vllm.model_executor.layers import rotary_embedding
+
+    modules = [m for m in getattr(rotary_embedding, "_ROPE_DICT", {}).values() if getattr(m, "head_size", None) == head_size]
+    # The kinds that only turn, at speeds that do not depend on the length of a request.
+    if len(modules) != 1 or type(modules[0]).__name__ not in ("RotaryEmbedding", "Llama3RotaryEmbedding"):
+        return None
+    speeds = modules[0]._compute_inv_freq(modules[0].base)
+    return Rotary(speeds.float().cpu(), interleaved=not modules[0].is_neox_style)
+
+
+def cached_file(fingerprint: str, record_bytes: int) -> Path:
+    """Where `calibration: auto` looks for a calibration of a model."""
+    return cache_directory() / "calibrations" / f"{fingerprint}-{record_bytes}.safetensors"
+
+
+def model_settings(model_config: Any) -> dict[str, Any]:
+    """The model's config.json as a dict; what transformers made of it where the model is no local folder."""
+    file = Path(str(model_config.model)) / "config.json"
+    if file.is_file():
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return settings
+    return dict(model_config.hf_config.to_dict())
+
+
+def find_calibration(config: SkimConfig, selector: Selector, vllm_config: Any) -> tuple[Calibration | None, str]:
+    """The calibration of this model out of a file or the cache, and where it is from in words; None: the engine fits its own, or needs none.
+
+    Raises:
+        CalibrationError: the file named in the configuration can't be used for this model.
+    """
+    model = vllm_config.model_config
+    fingerprint = model_fingerprint(model_settings(model))
+    if config.calibration == "auto":
+        file = cached_file(fingerprint, selector.record_bytes(model.get_head_size()))
+        if not file.is_file():
+            if not selector.needs_calibration:
+                return None, "none: this selector works without"
+            return None, f"from the first {CAPTURE_TOKENS} prefill tokens; until then every page is attended"
+    else:
+        file = Path(config.calibration).expanduser()
+    calibration = load_calibration(file)
+    calibration.check(str(model.model), fingerprint, model.get_total_num_kv_heads(), model.get_head_size())
+    return calibration, str(file)
+
+
+def heads_of_this_rank(vllm_config: Any) -> tuple[int, int, int]:
+    """(kv heads of the model, first of this tensor-parallel rank, number on this rank)."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    total = vllm_config.model_config.get_total_num_kv_heads()
+    return (total, *rank_heads(total, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()))

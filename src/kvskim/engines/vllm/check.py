@@ -1,0 +1,160 @@
+"""The truth check: one engine per process, run on the same prompts with full attention, with all pages selected, and with the rule.
+
+``python -m kvskim.engines.vllm.check SPEC RESULT`` runs one engine as the JSON file SPEC says, and writes the JSON file RESULT.
+`run_engine` starts such a process, and `compare` says how well two results agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ALL_PAGES: dict[str, Any] = {"rule": "budget", "budget": 1.0, "min_pages": 0}
+"""Settings under which scoring and selection run, and every page is selected."""
+WARM_STEPS = 512
+"""Most tokens decoded to let a calibration from first prompts come to its end."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two runs of the same prompts agree.
+
+    ``equal``: prompts with the same tokens throughout; ``tokens``: share of tokens before the first difference, over all prompts;
+    ``first``: share of prompts whose first decoded token (the second token) agrees; ``logprob``: largest difference of a log-probability before
+    the first difference.
+    """
+
+    prompts: int
+    equal: int
+    tokens: float
+    first: float
+    logprob: float
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Agreement:
+    """Agreement of two results of `run_engine` on the same prompts."""
+    equal = same = total = first = 0
+    largest = 0.0
+    for x, y in zip(a["outputs"], b["outputs"], strict=True):
+        length = max(len(x["tokens"]), len(y["tokens"]))
+        prefix = 0
+        for s, t in zip(x["tokens"], y["tokens"]):
+            if s != t:
+                break
+            prefix += 1
+        equal += prefix == length
+        same, total = same + prefix, total + length
+        first += prefix >= min(2, length)
+        pairs = list(zip(x["logprobs"], y["logprobs"]))[:prefix]
+        largest = max([largest, *(abs(p - q) for p, q in pairs)])
+    count = len(a["outputs"])
+    return Agreement(count, equal, same / max(1, total), first / max(1, count), largest)
+
+
+def run_engine(
+    llm: Mapping[str, Any],
+    prompts: Sequence[Sequence[int]],
+    *,
+    settings: Mapping[str, Any] | None,
+    max_tokens: int,
+    batch: int = 0,
+    warm_prompt: Sequence[int] = (),
+    activity: bool = False,
+    timeout: float = 900.0,
+) -> dict[str, Any]:
+    """Run one engine in a process of its own.
+
+    Args:
+        llm: arguments of `vllm.LLM`.
+        prompts: token ids.
+        settings: of kvskim, as the backend CUSTOM; None: vLLM's own FLASH_ATTN, kvskim disabled.
+        max_tokens: tokens per prompt, greedy.
+        batch: prompts given to the engine at a time; 0: all.
+        warm_prompt: a long prompt that is run first, until calibration is ready.
+        activity: measure what is attended after each step.
+        timeout: seconds.
+
+    Returns:
+        ``outputs`` (tokens, logprobs, cached_tokens of each prompt), ``start_seconds``, ``seconds``, and of a sparse engine ``activity`` (attended,
+        total, covered, count), ``ready``, ``layers``.
+
+    Raises:
+        RuntimeError: the engine failed; the message ends with what it printed last.
+    """
+    spec = dict(
+        llm=dict(llm), prompts=[list(p) for p in prompts], settings=None if settings is None else dict(settings), max_tokens=max_tokens, batch=batch,
+        warm_prompt=list(warm_prompt), activity=activity,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        spec_file, result_file = Path(folder, "spec.json"), Path(folder, "result.json")
+        spec_file.write_text(json.dumps(spec), encoding="utf-8")
+        command = [sys.executable, "-m", "kvskim.engines.vllm.check", str(spec_file), str(result_file)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=timeout)
+        if done.returncode or not result_file.is_file():
+            raise RuntimeError(f"the engine stopped with exit status {done.returncode}; its last lines:\n{done.stdout[-6000:]}")
+        result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
+    result["log"] = [line for line in done.stdout.splitlines() if "kvskim" in line]
+    return result
+
+
+def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
+    sparse = spec["settings"] is not None
+    # Read by vLLM and by kvskim's plugin, before either is imported.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["KVSKIM_DISABLE"] = "0" if sparse else "1"
+    from vllm import LLM, SamplingParams
+
+    arguments = dict(spec["llm"], attention_backend="CUSTOM" if sparse else "FLASH_ATTN")
+    if sparse:
+        arguments["additional_config"] = {"kvskim": spec["settings"]}
+    started = time.perf_counter()
+    llm = LLM(**arguments)
+    result: dict[str, Any] = {"start_seconds": time.perf_counter() - started}
+    params = SamplingParams(temperature=0, max_tokens=spec["max_tokens"], ignore_eos=True, detokenize=False, logprobs=0)
+    from kvskim.engines.vllm import probe, report
+
+    state = probe.state_of(llm) if sparse else None
+    if state is not None and spec["warm_prompt"]:
+        warm = SamplingParams(temperature=0, max_tokens=WARM_STEPS, ignore_eos=True, detokenize=False)
+        for _ in range(4):
+            if state.calibrator is None:
+                break
+            probe.generate(llm, [list(spec["warm_prompt"])], warm)
+    total = report.Activity()
+
+    def measure() -> None:
+        nonlocal total
+        assert state is not None
+        for layer in (report.last_step(state) or {}).values():
+            total += layer
+
+    prompts = spec["prompts"]
+    batch = spec["batch"] or max(1, len(prompts))
+    outputs = []
+    started = time.perf_counter()
+    for first in range(0, len(prompts), batch):
+        outputs += probe.generate(llm, prompts[first : first + batch], params, measure if state is not None and spec["activity"] else None)
+    result["seconds"] = time.perf_counter() - started
+    result["outputs"] = [asdict(output) for output in outputs]
+    if state is not None:
+        ready = state.ready
+        result.update(ready=bool(ready is not None and ready.item()), layers=len(state.layers), kernels=state.kernels, activity=asdict(total))
+    return result
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the engine of a spec file and write the result file."""
+    spec = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    Path(arguments[1]).write_text(json.dumps(_run(spec)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,151 @@
+"""The attention of one layer: FlashAttention for prefill rows, the four operations for decode rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+from kvskim.engines.vllm.facts import engine_facts, is_draft_model, layer_index
+from kvskim.engines.vllm.metadata import SkimMetadata
+from kvskim.engines.vllm.records import RecordsLayer
+from kvskim.engines.vllm.state import LayerState, SkimState
+from kvskim.engines.vllm.support import LayerFacts, UnsupportedError, engine_refusal, layer_refusal
+
+
+class SkimImpl(FlashAttentionImpl):
+    """One layer. Sparse, unless a reason speaks against it, in which case it is vLLM's FlashAttention and nothing else.
+
+    Raises:
+        UnsupportedError: the layer can't be sparse, and ``on_unsupported`` is ``refuse``.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: AttentionType = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **extra: Any,
+    ) -> None:
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,
+            kv_sharing_target_layer_name, sinks, **extra,
+        )
+        self._vllm_config = get_current_vllm_config()
+        self.skim_state = SkimState.of(self._vllm_config)
+        self.skim_layer: LayerState | None = None
+        self.dense_because: str | None = None
+        if sliding_window is not None:
+            self.dense_because = "sliding window"
+        elif is_draft_model(self._vllm_config):
+            self.dense_because = "draft model"
+        else:
+            facts = LayerFacts(
+                head_size=head_size,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                attention_type=str(getattr(attn_type, "value", attn_type)),
+                alibi=alibi_slopes is not None,
+                sinks=sinks is not None,
+                shares_cache_of=kv_sharing_target_layer_name,
+            )
+            refusal = engine_refusal(engine_facts(self._vllm_config, self.skim_state.config)) or layer_refusal(facts)
+            if refusal is not None:
+                if self.skim_state.config.on_unsupported == "refuse":
+                    raise UnsupportedError(refusal)
+                self.dense_because = refusal
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Find out which layer this is, and put its records beside it. vLLM calls this once per layer after loading, or again on a reload."""
+        super().process_weights_after_loading(act_dtype)
+        if self.skim_layer is not None:
+            return
+        layers = self._vllm_config.compilation_config.static_forward_context
+        name, module = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
+        index = layer_index(name)
+        if self.dense_because is None and type(module) is not Attention:
+            self.dense_because = type(module).__name__
+        if self.dense_because is None and self.skim_state.config.is_dense(index):
+            self.dense_because = "dense_layers"
+        if self.dense_because is not None:
+            self.skim_state.dense[name] = self.dense_because
+            return
+        record_bytes = self.skim_state.selector.record_bytes(self.head_size)
+        records = RecordsLayer(name, self.num_kv_heads, record_bytes, module.kv_cache_torch_dtype)
+        if records.layer_name in layers:
+            raise ValueError(f"vLLM already has a layer named {records.layer_name}")
+        layers[records.layer_name] = records
+        self.skim_layer = LayerState(
+            name=name,
+            index=index,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            scale=self.scale,
+            softcap=float(self.logits_soft_cap),
+            module=module,
+            records=records,
+        )
+        self.skim_state.add_layer(self.skim_layer)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one step. Arguments and result as in vLLM's `FlashAttentionImpl.forward`."""
+        sparse = self.skim_layer
+        if sparse is None:
+            if attn_metadata is None:
+                self.skim_state.report_if_all_dense()
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        if attn_metadata is None:
+            # vLLM measures its memory now: what decode needs must exist before it sizes the cache.
+            self.skim_state.allocate(query.device, query.dtype)
+            return output.fill_(0)
+        if not isinstance(attn_metadata, SkimMetadata):
+            raise TypeError(f"layer {sparse.name} got metadata of type {type(attn_metadata).__name__}; kvskim needs its own")
+        if attn_metadata.capture and self.skim_state.calibrator is not None:
+            self.skim_state.calibrator.capture(sparse, query, key, attn_metadata.capture)
+        rows = attn_metadata.decode_rows
+        if rows == 0:
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("fused output quantisation is not supported")
+        self.skim_state.decode(
+            sparse, query[:rows], kv_cache, attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], output[:rows]
+        )
+        rest = attn_metadata.rest
+        if rest is not None:
+            super().forward(layer, query[rows:], key[rows:], value[rows:], kv_cache, rest, output[rows:])
+        return output
+
+    def do_kv_cache_update(self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write K and V, then the records of the pages that this completes."""
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        if self.skim_layer is not None and kv_cache.numel() > 0:
+            self.skim_state.encode(self.skim_layer, slot_mapping)
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        # A fused write of K would go past do_kv_cache_update, and records would not be made.
+        return False

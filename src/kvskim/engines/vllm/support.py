@@ -1,0 +1,168 @@
+"""What kvskim can and can't make sparse in vLLM, as pure functions of plain facts: one sentence for each refusal.
+
+Nothing here imports vllm, so every sentence is tested without it. The table in docs/vllm.md follows these functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+OLDEST_VLLM = (0, 24)
+NEWEST_VLLM = (0, 33)
+HEAD_SIZES = (64, 96, 128, 256)
+LARGEST_GROUP = 16
+BLOCK_SIZES = (16, 32, 64, 128)
+DTYPES = ("bfloat16", "float16")
+CACHE_DTYPES = ("auto", "bfloat16", "float16")
+LOWEST_CAPABILITY = (8, 0)
+
+WAY_OUT = "run without kvskim, or set on_unsupported to 'dense' to keep full attention"
+
+
+class UnsupportedError(ValueError):
+    """vLLM was asked for something that kvskim can't make sparse; the message is one sentence that says what and how to go on."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What is true for a whole engine.
+
+    ``vllm_version`` as vLLM reports it; ``capability`` of the GPU, (9, 0) for an H200; ``dtype`` of the model without "torch.";
+    ``cache_dtype`` as given to vLLM; ``context_parallel``: decode times prefill context-parallel size.
+    """
+
+    vllm_version: str = "0.24.0"
+    capability: tuple[int, int] | None = (9, 0)
+    dtype: str = "bfloat16"
+    cache_dtype: str = "auto"
+    block_size: int | None = None
+    context_parallel: int = 1
+    state_space_layers: bool = False
+    batch_invariant: bool = False
+    variant: str = "fast"
+    page_frame: bool = False
+    selector: str = "sketch"
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What is true for one attention layer (on this tensor-parallel rank)."""
+
+    head_size: int = 128
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    attention_type: str = "decoder"
+    mla: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    bidirectional: bool = False
+    per_head_scales: bool = False
+    shares_cache_of: str | None = None
+
+
+def parse_version(text: str) -> tuple[int, int] | None:
+    """(major, minor) of a version such as "0.24.0" or "0.31.1rc2.dev4+g123"; None where it is no version."""
+    match = re.match(r"v?(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def version_refusal(version: str) -> str | None:
+    """Why this vLLM version is refused, or None."""
+    parsed = parse_version(version)
+    if parsed is not None and OLDEST_VLLM <= parsed <= NEWEST_VLLM:
+        return None
+    return f"kvskim supports vLLM {_dotted(OLDEST_VLLM)} to {_dotted(NEWEST_VLLM)}, and this is vLLM {version}: install a supported version, or {WAY_OUT}"
+
+
+def engine_refusal(facts: EngineFacts) -> str | None:
+    """Why no layer of this engine can be sparse, in one sentence, or None."""
+    version = version_refusal(facts.vllm_version)
+    if version is not None:
+        return version
+    if facts.capability is None or facts.capability < LOWEST_CAPABILITY:
+        has = "no CUDA GPU" if facts.capability is None else f"a GPU of compute capability {_dotted(facts.capability)}"
+        return f"kvskim needs a GPU of compute capability {_dotted(LOWEST_CAPABILITY)} or newer, and this machine has {has}: {WAY_OUT}"
+    if facts.dtype not in DTYPES:
+        return f"kvskim needs a model in {' or '.join(DTYPES)}, and this one runs in {facts.dtype}: set --dtype, or {WAY_OUT}"
+    if facts.cache_dtype not in CACHE_DTYPES:
+        return f"kvskim does not read a KV cache of type {facts.cache_dtype} yet: set --kv-cache-dtype auto, or {WAY_OUT}"
+    if facts.block_size is not None and facts.block_size not in BLOCK_SIZES:
+        return f"kvskim works with blocks of {_listed(BLOCK_SIZES)} tokens, and --block-size is {facts.block_size}: choose one of them, or {WAY_OUT}"
+    if facts.context_parallel > 1:
+        return f"kvskim does not work with decode or prefill context parallelism: set both sizes to 1, or {WAY_OUT}"
+    if facts.state_space_layers:
+        return f"kvskim does not work with models that have state-space layers: {WAY_OUT}"
+    if facts.batch_invariant:
+        return f"kvskim is not batch invariant: unset VLLM_BATCH_INVARIANT, or {WAY_OUT}"
+    if facts.variant != "fast":
+        return f"variant {facts.variant!r} is not there yet in vLLM: set variant to 'fast'"
+    if facts.page_frame:
+        return "selector option page_frame is a reference option without a kernel: leave it out in vLLM"
+    if facts.selector == "oracle":
+        return "selector 'oracle' keeps no records and is for evaluation only: choose another selector in vLLM"
+    return None
+
+
+def layer_refusal(facts: LayerFacts) -> str | None:
+    """Why this layer can't be sparse although kvskim was asked for, in one sentence, or None."""
+    if facts.mla:
+        return f"kvskim does not make multi-head latent attention (MLA) sparse yet: {WAY_OUT}"
+    if facts.attention_type != "decoder":
+        return f"kvskim works on decoder attention, and this model has {facts.attention_type} attention: {WAY_OUT}"
+    if facts.alibi:
+        return f"kvskim does not score ALiBi position biases: {WAY_OUT}"
+    if facts.sinks:
+        return f"kvskim does not add learned attention sinks: {WAY_OUT}"
+    if facts.bidirectional:
+        return f"kvskim works on causal attention, and this model attends to later tokens: {WAY_OUT}"
+    if facts.per_head_scales:
+        return f"kvskim does not read a KV cache with one scale per head: {WAY_OUT}"
+    if facts.shares_cache_of is not None:
+        return f"kvskim does not work with layers that share the KV cache of another layer ({facts.shares_cache_of}): {WAY_OUT}"
+    if facts.head_size not in HEAD_SIZES:
+        return f"kvskim works with head sizes {_listed(HEAD_SIZES)}, and this model has {facts.head_size}: {WAY_OUT}"
+    if facts.num_heads % facts.num_kv_heads:
+        return f"kvskim needs the same number of query heads for each kv head, not {facts.num_heads} for {facts.num_kv_heads}: {WAY_OUT}"
+    group = facts.num_heads // facts.num_kv_heads
+    if group > LARGEST_GROUP:
+        return f"kvskim takes at most {LARGEST_GROUP} query heads for each kv head, and this model has {group}: {WAY_OUT}"
+    return None
+
+
+def mixed_windows_refusal(num_windowed: int, separate_blocks: bool) -> str | None:
+    """Why records can't share the blocks of their layer in a model with ``num_windowed`` sliding-window or chunked layers, or None.
+
+    ``separate_blocks``: vLLM's hybrid KV cache manager is on, which gives windowed layers blocks of their own.
+    """
+    if num_windowed and separate_blocks:
+        return (
+            f"this model has {num_windowed} sliding-window or chunked layers, whose blocks vLLM manages apart from those of the other layers: "
+            f"add --disable-hybrid-kv-cache-manager, or {WAY_OUT}"
+        )
+    return None
+
+
+def leading_single_token_rows(starts: Sequence[int] | np.ndarray, num_tokens: int) -> int:
+    """How many rows from the first on have exactly one query token: the rows that are decoded sparsely, where row i is token i.
+
+    vLLM puts them first. A row without a token (padding), or beyond ``num_tokens``, ends the run.
+
+    Args:
+        starts: ``[rows + 1]``, first token of each row, and the end.
+        num_tokens: tokens of the step.
+    """
+    rows = min(len(starts) - 1, num_tokens)
+    single = np.asarray(starts[1 : rows + 1]) == np.arange(1, rows + 1)
+    return rows if single.all() else int(single.argmin())
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"

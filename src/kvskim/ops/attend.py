@@ -1,0 +1,187 @@
+"""Sparse paged decode attention over a page table per (request, kv head): checks and choice of implementation.
+
+With the selected pages ``P`` of a (request, kv head), for every query head of its group::
+
+    x_t = scale * q . (k_scale * k_t)            for every token t of a page in P with position < seq_len
+    x_t = softcap * tanh(x_t / softcap)          if softcap > 0
+    lse = log sum_t exp(x_t),   out = sum_t exp(x_t - lse) * v_scale * v_t
+
+See docs/how-it-works.md, section "Attend".
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from kvskim.layout import PAGE_TOKENS, ceil_div
+from kvskim.ops.attend_plan import attend_plan
+from kvskim.ops.torch_attend import attend_torch
+
+Kernels = Literal["cuda", "triton", "torch"]
+
+CUDA_HEAD_DIMS = (64, 96, 128, 256)
+"""Head dims that the CUDA kernel is compiled for; Triton and torch take any."""
+
+MAXIMUM_GROUP = 16
+
+
+class AttendScratch(Protocol):
+    """Buffers that attend works in. They are shared by all layers: launches of one stream use them one after the other."""
+
+    attend_partials: Tensor
+    """float32, one-dimensional; size from `kvskim.ops.attend_plan.attend_scratch_sizes`; content arbitrary."""
+    attend_tickets: Tensor
+    """int32, one-dimensional; zero before the first launch, and every launch leaves it zero."""
+
+
+def attend(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, *,
+    scale: float, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor, lse: Tensor | None = None,
+    scratch: AttendScratch | None, kernels: Kernels, overlap_previous: bool = False,
+) -> None:
+    """Attention of one query token per request to the selected pages of its KV cache.
+
+    Args:
+        query: ``[R, Hq, D]`` bfloat16 or float16 (torch: also float32, float64); head hq reads kv head hq // (Hq / H).
+        key_cache, value_cache: ``[blocks, block_size, H, D]`` views of any strides with contiguous rows; dtype of the query, or float8_e4m3fn.
+        block_table: int32 ``[R, columns]``; entries of blocks beyond a request are not read.
+        seq_lens: int32 ``[R]``, tokens in the cache including the current one. A row of 0 gives zeros and an lse of minus infinity.
+        pages: int32 ``[R, H, capacity]``, ascending logical pages of 16 tokens; beyond the count not used.
+        counts: int32 ``[R, H]``. A count equal to the pages of the request means all pages, and the table is not used.
+        scale: factor of the logits. softcap: 0 for none. k_scale, v_scale: value = stored * scale.
+        out: ``[R, Hq, D]`` in the dtype of the query. lse: float32 ``[R, Hq]``, natural logarithm, or None.
+        scratch: see `AttendScratch`; not needed by torch.
+        kernels: implementation.
+        overlap_previous: CUDA only: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch).
+
+    Raises:
+        ValueError: an argument has another shape, dtype, stride or device than said here.
+
+    Allocates nothing and never waits for the device (cuda, triton); safe in CUDA graphs.
+    """
+    _check(query, key_cache, value_cache, block_table, seq_lens, pages, counts, softcap, out, lse)
+    if kernels == "torch":
+        attend_torch(
+            query, key_cache, value_cache, block_table, seq_lens, pages, counts,
+            scale=scale, softcap=softcap, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
+        )
+        return
+    if kernels not in ("cuda", "triton"):
+        raise ValueError(f"kernels is {kernels!r}; use 'cuda', 'triton' or 'torch'")
+    if scratch is None:
+        raise ValueError(f"the {kernels} kernels of attend need scratch buffers; pass scratch")
+    if query.shape[0] == 0:
+        return
+    plan = attend_plan(
+        query.shape[0], key_cache.shape[2], block_table.shape[1] * (key_cache.shape[1] // PAGE_TOKENS), _multiprocessors(query.device)
+    )
+    _check_kernels(query, key_cache, out, lse, scratch, plan.splits)
+    if kernels == "cuda":
+        from kvskim.ops.cuda.attend import attend_cuda
+
+        _check_cuda(query, key_cache, value_cache, out)
+        attend_cuda(
+            query, key_cache, value_cache, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials, scratch.attend_tickets,
+            plan.splits, plan.pages_per_split, scale, softcap, k_scale, v_scale, overlap_previous,
+        )
+    else:
+        from kvskim.ops.triton.attend import attend_triton
+
+        attend_triton(
+            query, key_cache, value_cache, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials,
+            plan.splits, plan.pages_per_split, scale, softcap, k_scale, v_scale,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _check(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor,
+    softcap: float, out: Tensor, lse: Tensor | None,
+) -> None:
+    if query.dim() != 3:
+        raise ValueError(f"query has shape {tuple(query.shape)}; expected [requests, query heads, head dim]")
+    requests, query_heads, dim = query.shape
+    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+        raise ValueError(
+            f"key_cache and value_cache have shapes {tuple(key_cache.shape)} and {tuple(value_cache.shape)}; "
+            "expected two of [blocks, block size, kv heads, head dim]"
+        )
+    block_size, heads = key_cache.shape[1], key_cache.shape[2]
+    if key_cache.shape[3] != dim:
+        raise ValueError(f"query has head dim {dim} and the cache {key_cache.shape[3]}; they must be equal")
+    if block_size % PAGE_TOKENS or block_size == 0:
+        raise ValueError(f"the cache has blocks of {block_size} tokens; expected a multiple of {PAGE_TOKENS}")
+    if heads == 0 or query_heads % heads:
+        raise ValueError(f"{query_heads} query heads can't be shared among {heads} kv heads")
+    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
+        raise ValueError(f"caches of {key_cache.dtype} and {value_cache.dtype} with a query of {query.dtype}; expected the query's dtype or float8_e4m3fn")
+    if key_cache.stride(3) != 1 or value_cache.stride(3) != 1 or (dim > 1 and query.stride(2) != 1):
+        raise ValueError("the last dimension of query, key_cache and value_cache must be contiguous")
+    for name, tensor, shape in (
+        ("block_table", block_table, (requests, block_table.shape[-1])), ("seq_lens", seq_lens, (requests,)),
+        ("pages", pages, (requests, heads, pages.shape[-1])), ("counts", counts, (requests, heads)),
+    ):
+        if tensor.dtype != torch.int32 or tensor.shape != shape:
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected int32 {shape}")
+    if block_table.dim() == 2 and block_table.stride(1) != 1 and block_table.shape[1] > 1:
+        raise ValueError("the rows of block_table must be contiguous")
+    if not (pages.is_contiguous() and counts.is_contiguous() and seq_lens.is_contiguous()):
+        raise ValueError("pages, counts and seq_lens must be contiguous")
+    if out.shape != query.shape or out.dtype != query.dtype:
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}; expected {query.dtype} {tuple(query.shape)} like query")
+    if lse is not None and (lse.dtype != torch.float32 or lse.shape != (requests, query_heads) or not lse.is_contiguous()):
+        raise ValueError(f"lse is {lse.dtype} {tuple(lse.shape)}; expected contiguous float32 {(requests, query_heads)}")
+    if not softcap >= 0:
+        raise ValueError(f"softcap is {softcap}; use 0 for none or a positive number")
+    for name, tensor in (
+        ("key_cache", key_cache), ("value_cache", value_cache), ("block_table", block_table), ("seq_lens", seq_lens), ("pages", pages),
+        ("counts", counts), ("out", out), ("lse", out if lse is None else lse),
+    ):
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device} and query on {query.device}; all tensors must be on one device")
+
+
+def _check_kernels(query: Tensor, key_cache: Tensor, out: Tensor, lse: Tensor | None, scratch: AttendScratch, splits: int) -> None:
+    requests, query_heads, dim = query.shape
+    heads = key_cache.shape[2]
+    group = query_heads // heads
+    if group > MAXIMUM_GROUP:
+        raise ValueError(f"{group} query heads share a kv head; the kernels take at most {MAXIMUM_GROUP}, use kernels='torch'")
+    if requests > 65535:
+        raise ValueError(f"{requests} requests in one batch; the kernels take at most 65535")
+    if out.stride(2) != 1:
+        raise ValueError("the last dimension of out must be contiguous")
+    floats = requests * heads * splits * group * (dim + 2)
+    partials, tickets = scratch.attend_partials, scratch.attend_tickets
+    if partials.dtype != torch.float32 or partials.numel() < floats or not partials.is_contiguous() or partials.device != query.device:
+        raise ValueError(f"scratch.attend_partials is {partials.dtype} with {partials.numel()} elements on {partials.device}; {floats} float32 are needed")
+    if tickets.dtype != torch.int32 or tickets.numel() < requests * heads or not tickets.is_contiguous() or tickets.device != query.device:
+        raise ValueError(f"scratch.attend_tickets is {tickets.dtype} with {tickets.numel()} elements on {tickets.device}; {requests * heads} int32 are needed")
+
+
+def _check_cuda(query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor) -> None:
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"query is {query.dtype}; the CUDA kernel takes bfloat16 and float16")
+    if query.shape[2] not in CUDA_HEAD_DIMS:
+        raise ValueError(f"head dim {query.shape[2]}; the CUDA kernel takes {', '.join(map(str, CUDA_HEAD_DIMS))}, use kernels='triton'")
+    for name, tensor, unit in (("query", query, 8), ("key_cache", key_cache, 16), ("value_cache", value_cache, 16), ("out", out, 8)):
+        size = tensor.element_size()
+        if tensor.data_ptr() % unit or any(stride * size % unit for stride, extent in zip(tensor.stride()[:-1], tensor.shape) if extent > 1):
+            raise ValueError(f"rows of {name} must begin at multiples of {unit} bytes")
+
+
+def required_partials(query: Tensor, key_cache: Tensor, block_table: Tensor) -> int:
+    """Elements of ``scratch.attend_partials`` that a call with these tensors needs."""
+    requests, query_heads, dim = query.shape
+    capacity = block_table.shape[1] * ceil_div(key_cache.shape[1], PAGE_TOKENS)
+    return requests * query_heads * attend_plan(requests, key_cache.shape[2], capacity, _multiprocessors(query.device)).splits * (dim + 2)

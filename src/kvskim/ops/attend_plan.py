@@ -1,0 +1,57 @@
+"""How many thread blocks share the pages of one (request, kv head), and how much scratch memory that takes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from kvskim.layout import ceil_div
+
+RESIDENT = 3
+"""Thread blocks of the CUDA kernel that a multiprocessor holds (at most head dims)."""
+
+MAXIMUM_SPLITS = 128
+"""Also in the CUDA sources."""
+
+SHORT_SHARE = 8
+"""Pages that are worth a thread block of their own while the GPU is not full: two for each of its four warps."""
+
+LONG_SHARE = 512
+"""Pages that are worth another thread block when there are enough of them anyway: only long requests of a ragged batch are split."""
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    """The host's part of the decision; the device uses ``min(splits, ceil(count / pages_per_split))`` of the splits."""
+
+    splits: int
+    pages_per_split: int
+
+
+@functools.lru_cache(maxsize=4096)
+def attend_plan(requests: int, heads: int, page_capacity: int, multiprocessors: int) -> AttendPlan:
+    """Splits for a batch, from what the host knows when a graph is captured.
+
+    Args:
+        requests: rows of the batch, padded rows included.
+        heads: kv heads.
+        page_capacity: most pages a request can have (columns of the block table times pages per block).
+        multiprocessors: of the GPU.
+
+    While a few rows can't fill the GPU, they get as many splits as are resident at once, so that all run in one wave. When the rows fill
+    it, splits are there for long requests alone, and the total stays small, because idle ones cost a launch each.
+    """
+    rows = max(requests * heads, 1)
+    resident = RESIDENT * max(multiprocessors, 1)
+    if 2 * rows <= resident:
+        splits, share = min(resident // rows, MAXIMUM_SPLITS if rows <= 2 else MAXIMUM_SPLITS // 2), SHORT_SHARE
+    else:
+        splits, share = max(1, min(8, 8 * resident // rows)), LONG_SHARE
+    return AttendPlan(max(1, min(splits, ceil_div(page_capacity, share))), share)
+
+
+@functools.lru_cache(maxsize=256)
+def attend_scratch_sizes(requests: int, heads: int, group: int, value_dim: int, page_capacity: int, multiprocessors: int) -> tuple[int, int]:
+    """Elements of ``scratch.attend_partials`` (float32) and ``scratch.attend_tickets`` (int32) for any batch of up to ``requests`` rows."""
+    most = max(rows * heads * attend_plan(rows, heads, page_capacity, multiprocessors).splits for rows in range(1, max(requests, 1) + 1))
+    return most * group * (value_dim + 2), max(requests, 1) * heads

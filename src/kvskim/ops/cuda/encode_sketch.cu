@@ -1,0 +1,258 @@
+// Sketch records of the pages that a step completes, from slot_mapping alone. See docs/how-it-works.md, section "The sketch record".
+//
+//     Y = T^T (K - m)                 16 token modes x D, T the 16-point DCT-II
+//     x = encode_matrix[row] . Y_mode, code = clamp(floor(x), -2^(b-1), 2^(b-1) - 1) + 2^(b-1), digits of two bits into the record
+//
+// One CTA takes a window of slots of one kv head, lists the pages that end in it, and codes them in batches of 16: M of a tensor-core
+// multiply. Both products run on tensor cores. T and Y are split into two 16-bit parts, so that codes are those of float32 arithmetic
+// except next to a boundary; the mean enters mode 0 alone, because every other mode of a constant is exactly zero.
+// The 16 modes are processed in parts that need equally many half rows of the record: one warp owns one half row (32 coefficient rows), so up
+// to head dim 128 its share of encode_matrix stays in registers for a chunk of 64 pages, while the keys are read once per part, the later
+// times from L2. Larger head dims stream encode_matrix from L2.
+#include "encode_sketch_products.cuh"
+
+namespace kvskim {
+namespace {
+
+using sketch::record_bytes;
+
+constexpr uint32_t kUnusedSlot = 0x80000000u;
+
+struct EncodeSketch {
+  const uint8_t* keys;
+  int64_t block_stride, token_stride, head_stride;  // bytes
+  int block_shift;  // log2(pages per block)
+  const int64_t* slot_mapping;
+  int tokens, window;
+  const float* mean;
+  const __nv_bfloat16* encode_matrix;
+  const uint8_t* coefficient_bits;
+  const int* coefficient_count;
+  const int16_t* slot_coefficient;
+  const uint8_t* slot_digit;
+  uint8_t* records;
+  int64_t pages;
+  int heads;
+  float key_scale;
+};
+
+template <ElementType Element, int D>
+__global__ void __launch_bounds__(kThreads, 1) encode_sketch_kernel(const EncodeSketch parameters) {
+  using P = Plan<Element, D>;
+  constexpr bool half = Element != kBFloat16;  // fp8 widens to fp16 exactly
+  extern __shared__ __align__(16) uint8_t shared[];
+  __shared__ int completed;
+  int* const list = reinterpret_cast<int*>(shared + P::list_at);
+  uint32_t* const slot_entries = reinterpret_cast<uint32_t*>(shared + P::slots_at);
+  float* const mean = reinterpret_cast<float*>(shared + P::mean_at);
+  uint4* const vectors = reinterpret_cast<uint4*>(shared + P::modes_at);
+  uint8_t* const codes = shared + P::codes_at;  // [batch of the chunk][coefficient row][page of the batch]
+
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  const int head = blockIdx.x;
+  wait_previous_kernel();
+  allow_next_kernel();
+
+  if (thread == 0) completed = 0;
+  __syncthreads();
+  for (int i = warp * 32; i < parameters.window; i += kThreads) {
+    const int token = blockIdx.y * parameters.window + i + lane;
+    const int64_t slot = i + lane < parameters.window && token < parameters.tokens ? parameters.slot_mapping[token] : -1;
+    const bool complete = slot >= 0 && (slot & 15) == 15 && (slot >> 4) < parameters.pages;
+    const uint32_t votes = __ballot_sync(kAllLanes, complete);
+    int at = 0;
+    if (lane == 0 && votes) at = atomicAdd(&completed, __popc(votes));
+    at = __shfl_sync(kAllLanes, at, 0) + __popc(votes & ((1u << lane) - 1));
+    if (complete) list[at] = int(slot >> 4);
+  }
+  __syncthreads();
+  const int count = completed;
+  if (count == 0) return;
+
+  uint8_t* const staged_keys = shared + P::keys_at + warp * 16 * P::row_bytes;
+  auto page_keys = [&](int page) {
+    const int block = page >> parameters.block_shift, first_token = (page & ((1 << parameters.block_shift) - 1)) * kPageTokens;
+    return parameters.keys + block * parameters.block_stride + first_token * parameters.token_stride + head * parameters.head_stride;
+  };
+  auto stage_page = [&](int index) {
+    if constexpr (P::staged) {
+      if (index < count) {
+        const uint8_t* from = page_keys(list[index]);
+        const uint32_t to = shared_address(staged_keys);
+        int first = lane;
+        asm volatile("" : "+r"(first));  // addresses are made anew at every call: kept across the loops they would spill
+#pragma unroll
+        for (int i = 0; i < 16 * P::row_pieces / 32; ++i) {
+          const int token = (i * 32 + first) / P::row_pieces, piece = (i * 32 + first) % P::row_pieces;
+          copy16(to + 16 * key_piece<P>(token, piece), from + token * parameters.token_stride + piece * 16);
+        }
+      }
+      commit_copies();
+    }
+  };
+  stage_page(warp);
+
+  // Tables of the record's bytes: for bit position k of byte b, the coefficient row and the digit of it.
+  for (int i = thread; i < slots; i += kThreads) {
+    const int position = i / record_bytes, byte = i % record_bytes;
+    const int slot = format_tables.unit_slot[position][sketch::byte_word(byte)] + 4 * sketch::byte_lane(byte) + sketch::byte_in_word(byte);
+    const uint32_t row = uint16_t(parameters.slot_coefficient[head * slots + slot]), digit = parameters.slot_digit[head * slots + slot];
+    slot_entries[i] = digit > 3 ? kUnusedSlot : (row & (slots - 1)) | (2 * digit) << 16;
+  }
+  for (int i = thread; i < D; i += kThreads) mean[i] = 4.f * parameters.mean[head * D + i];
+  __syncthreads();
+
+  const int unit = warp % P::units, tile_start = warp / P::units * P::tiles;
+  for (int chunk = 0; chunk < count; chunk += kChunk) {
+    const int chunk_pages = min(kChunk, count - chunk);
+#pragma unroll 1
+    for (int part = 0; part < P::parts; ++part) {
+      uint32_t weights[4];
+      load_token_weights<P, half>(weights, part, lane);
+      const PartTables<P::parts>& table = part_tables<P::parts>();
+      const int mode_index = table.unit_mode[part][unit], mode = table.mode[part][mode_index];
+      const int first = half_row * table.unit_half[part][unit] + 8 * tile_start;  // coefficient of the mode
+      const int active_tiles = min(max(ceil_div(parameters.coefficient_count[head * modes + mode] - first, 8), 0), P::tiles);
+      const int first_row = format_tables.start[mode] + first;
+      const __nv_bfloat16* const rows = parameters.encode_matrix + int64_t(head * slots + first_row) * D;
+      uint4 matrix[P::staged ? P::tiles : 1][P::staged ? D / 32 : 1];
+      uint32_t widths = 0;  // bits of this lane's two coefficients of each tile, four bits each
+#pragma unroll
+      for (int tile = 0; tile < P::tiles; ++tile) {
+        if (tile < active_tiles) {
+          if constexpr (P::staged) {
+#pragma unroll
+            for (int step = 0; step < D / 32; ++step) matrix[tile][step] = matrix_piece<P, D>(rows, tile, step, lane);
+          }
+          const uint8_t* bits = parameters.coefficient_bits + head * slots + first_row + tile * 8 + (lane & 3) * 2;
+          widths |= uint32_t(bits[0] | bits[1] << 4) << 8 * tile;
+        }
+      }
+#pragma unroll 1
+      for (int batch = 0; batch < chunk_pages; batch += kBatch) {
+        const int index = chunk + batch + warp;
+        if constexpr (P::staged) {
+          wait_copies<0>();
+          __syncwarp();
+        }
+        if (index < count) {
+          if constexpr (P::staged) {
+            transform_page<P, half>(vectors, weights, mean, parameters.key_scale, part == 0, warp, lane, [&](int token, int byte) {
+              return staged_keys + 16 * key_piece<P>(token, byte / 16) + byte % 16;
+            });
+          } else {
+            const uint8_t* from = page_keys(list[index]);
+            transform_page<P, half>(vectors, weights, mean, parameters.key_scale, part == 0, warp, lane,
+                                    [&](int token, int byte) { return from + token * parameters.token_stride + byte; });
+          }
+        }
+        if constexpr (P::staged) {
+          __syncwarp();
+          // The next batch of this part, else the first of the next part, else the first of the next chunk.
+          const bool same_part = batch + kBatch < chunk_pages;
+          stage_page(warp + (same_part ? chunk + batch + kBatch : part + 1 < P::parts ? chunk : chunk + kChunk));
+        }
+        __syncthreads();
+        float sum[P::tiles][4] = {};
+        multiply_modes<P>(sum, vectors, mode_index, active_tiles, lane, [&](int tile, int step) {
+          if constexpr (P::staged) return matrix[tile][step];
+          else return matrix_piece<P, D>(rows, tile, step, lane);
+        });
+        uint8_t* const to = codes + batch * slots + (first_row + (lane & 3) * 2) * kBatch + (lane >> 2);
+#pragma unroll
+        for (int tile = 0; tile < P::tiles; ++tile) {
+          if (tile < active_tiles) {
+            const int even = 1 << (widths >> 8 * tile & 15) >> 1, odd = 1 << (widths >> (8 * tile + 4) & 15) >> 1;
+            uint8_t* const at = to + tile * 8 * kBatch;
+            at[0] = coefficient_code(sum[tile][0], even);
+            at[kBatch] = coefficient_code(sum[tile][1], odd);
+            at[8] = coefficient_code(sum[tile][2], even);
+            at[kBatch + 8] = coefficient_code(sum[tile][3], odd);
+          }
+        }
+        __syncthreads();
+      }
+    }
+
+    // Digits into bytes, 16 pages at once: a thread makes one byte of each of their records.
+    const int byte = thread % record_bytes;
+    for (int batch = thread / record_bytes * kBatch; batch < chunk_pages; batch += kThreads / record_bytes * kBatch) {
+      uint32_t packed[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int position = 0; position < sketch::positions; ++position) {
+        const uint32_t entry = slot_entries[position * record_bytes + byte];
+        const uint32_t mask = entry & kUnusedSlot ? 0u : 0x03030303u;
+        const int shift = entry >> 16 & 255;
+        const uint4 v = *reinterpret_cast<const uint4*>(codes + batch * slots + (entry & (slots - 1)) * kBatch);
+        packed[0] |= (v.x >> shift & mask) << 2 * position;
+        packed[1] |= (v.y >> shift & mask) << 2 * position;
+        packed[2] |= (v.z >> shift & mask) << 2 * position;
+        packed[3] |= (v.w >> shift & mask) << 2 * position;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (batch + i < chunk_pages) {
+          const int64_t page = list[chunk + batch + i];
+          parameters.records[(page * parameters.heads + head) * record_bytes + byte] = uint8_t(packed[i / 4] >> 8 * (i % 4));
+        }
+      }
+    }
+  }
+}
+
+// Slots a CTA looks at: as many as leave enough CTAs, because a CTA reads encode_matrix once per 64 pages.
+int window_slots(int tokens, int heads, int processors) {
+  int window = kLargestWindow;
+  while (window > 16 && ceil_div(tokens, window) * heads < processors * 3 / 4) window /= 2;
+  return window;
+}
+
+template <ElementType Element, int D>
+cudaError_t launch_encode(const EncodeSketch& parameters, int flags, cudaStream_t stream) {
+  const dim3 grid(parameters.heads, ceil_div(parameters.tokens, parameters.window));
+  return launch(encode_sketch_kernel<Element, D>, grid, kThreads, Plan<Element, D>::shared_bytes, stream, flags, parameters);
+}
+
+template <ElementType Element>
+cudaError_t launch_head_dim(int head_dim, const EncodeSketch& parameters, int flags, cudaStream_t stream) {
+  switch (head_dim) {
+    case 64: return launch_encode<Element, 64>(parameters, flags, stream);
+    case 96: return launch_encode<Element, 96>(parameters, flags, stream);
+    case 128: return launch_encode<Element, 128>(parameters, flags, stream);
+    case 256: return launch_encode<Element, 256>(parameters, flags, stream);
+    case 576: return launch_encode<Element, 576>(parameters, flags, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace
+}  // namespace kvskim
+
+// Strides in elements; key_cache and all strides aligned to 16 bytes. slot_mapping int64 [tokens]; tables as in kvskim.selectors.sketch;
+// records uint8 [pages, heads, 256]. Returns a CUDA error code.
+extern "C" int kvskim_encode_sketch(const void* key_cache, int element, int64_t block_stride, int64_t token_stride, int64_t head_stride,
+                                    int block_size, const int64_t* slot_mapping, int tokens, const float* mean, const void* encode_matrix,
+                                    const uint8_t* coefficient_bits, const int* coefficient_count, const int16_t* slot_coefficient,
+                                    const uint8_t* slot_digit, uint8_t* records, int64_t pages, int heads, int head_dim, float key_scale,
+                                    int flags, cudaStream_t stream) {
+  using namespace kvskim;
+  if (tokens == 0 || heads == 0) return cudaSuccess;
+  int device = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  int block_shift = 0;
+  while (kPageTokens << block_shift < block_size) ++block_shift;
+  if (kPageTokens << block_shift != block_size) return cudaErrorInvalidValue;
+  const int64_t bytes = element == kFloat8E4M3 ? 1 : 2;
+  const EncodeSketch parameters{static_cast<const uint8_t*>(key_cache), block_stride * bytes, token_stride * bytes, head_stride * bytes,
+                                block_shift, slot_mapping, tokens, window_slots(tokens, heads, processors), mean,
+                                static_cast<const __nv_bfloat16*>(encode_matrix), coefficient_bits, coefficient_count, slot_coefficient,
+                                slot_digit, records, pages, heads, key_scale};
+  switch (element) {
+    case kBFloat16: return launch_head_dim<kBFloat16>(head_dim, parameters, flags, stream);
+    case kFloat16: return launch_head_dim<kFloat16>(head_dim, parameters, flags, stream);
+    case kFloat8E4M3: return launch_head_dim<kFloat8E4M3>(head_dim, parameters, flags, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}

@@ -1,0 +1,70 @@
+"""Products of the rows of 16 records with the query heads of one group, inside Triton programs.
+
+All return float32 ``[16 records, 16 query heads]``. ``record``: pointers ``[16]`` to the row; ``live``: which records exist; ``query_row``:
+pointers ``[16]`` to the queries; ``in_group``: which of them exist. The integer codes are exact in bfloat16, float16 and float32, so the
+products run in the dtype of the query.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _query(query_row, in_group, c, HEAD_DIM: tl.constexpr):
+    """Channels ``c`` of the queries, ``[channels, 16]``, in their dtype."""
+    return tl.load(query_row[None, :] + c[:, None], mask=in_group[None, :] & (c < HEAD_DIM)[:, None], other=0.0)
+
+
+@triton.jit
+def int8_product(record, live, query_row, in_group, HEAD_DIM: tl.constexpr, STEP: tl.constexpr):
+    """int8 codes, one per channel."""
+    out = tl.zeros([16, 16], tl.float32)
+    for start in range(0, HEAD_DIM, STEP):
+        c = start + tl.arange(0, STEP)
+        q = _query(query_row, in_group, c, HEAD_DIM)
+        code = tl.load(record[:, None] + c[None, :], mask=live[:, None] & (c < HEAD_DIM)[None, :], other=0)
+        out = tl.dot(code.to(tl.int8, bitcast=True).to(q.dtype), q, out, input_precision="ieee")
+    return out
+
+
+@triton.jit
+def int4_product(record, live, query_row, in_group, HEAD_DIM: tl.constexpr, STEP: tl.constexpr):
+    """Signed 4-bit codes, two channels per byte: even and odd channels are two products, so that nothing is interleaved."""
+    out = tl.zeros([16, 16], tl.float32)
+    for start in range(0, HEAD_DIM // 2, STEP // 2):
+        b = start + tl.arange(0, STEP // 2)
+        even = _query(query_row, in_group, 2 * b, HEAD_DIM)
+        odd = _query(query_row, in_group, 2 * b + 1, HEAD_DIM)
+        byte = tl.load(record[:, None] + b[None, :], mask=live[:, None] & (b < HEAD_DIM // 2)[None, :], other=0).to(tl.int32)
+        out = tl.dot((((byte & 15) ^ 8) - 8).to(even.dtype), even, out, input_precision="ieee")
+        out = tl.dot((((byte >> 4) ^ 8) - 8).to(odd.dtype), odd, out, input_precision="ieee")
+    return out
+
+
+@triton.jit
+def bfloat16_product(record, live, query_row, in_group, HEAD_DIM: tl.constexpr, STEP: tl.constexpr):
+    """Bounds in bfloat16 (int16 pointers): hi times the positive plus lo times the negative part of the query, in float32."""
+    out = tl.zeros([16, 16], tl.float32)
+    for start in range(0, HEAD_DIM, STEP):
+        c = start + tl.arange(0, STEP)
+        q = _query(query_row, in_group, c, HEAD_DIM).to(tl.float32)
+        mask = live[:, None] & (c < HEAD_DIM)[None, :]
+        lo = tl.load(record[:, None] + c[None, :], mask=mask, other=0).to(tl.int32) << 16
+        hi = tl.load(record[:, None] + HEAD_DIM + c[None, :], mask=mask, other=0).to(tl.int32) << 16
+        out = tl.dot(hi.to(tl.float32, bitcast=True), tl.maximum(q, 0.0), out, input_precision="ieee")
+        out = tl.dot(lo.to(tl.float32, bitcast=True), tl.minimum(q, 0.0), out, input_precision="ieee")
+    return out
+
+
+@triton.jit
+def float32_product(record, live, query_row, in_group, HEAD_DIM: tl.constexpr, STEP: tl.constexpr):
+    """Keys in float32 (float32 pointers)."""
+    out = tl.zeros([16, 16], tl.float32)
+    for start in range(0, HEAD_DIM, STEP):
+        c = start + tl.arange(0, STEP)
+        q = _query(query_row, in_group, c, HEAD_DIM).to(tl.float32)
+        key = tl.load(record[:, None] + c[None, :], mask=live[:, None] & (c < HEAD_DIM)[None, :], other=0.0)
+        out = tl.dot(key, q, out, input_precision="ieee")
+    return out
