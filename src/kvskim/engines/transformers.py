@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +24,13 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvskim.calibration import Calibration, load_calibration, model_fingerprint
+from kvskim.calibration import Calibration, CalibrationError, load_calibration, model_fingerprint
 from kvskim.config import SkimConfig, is_disabled, load_config
 from kvskim.engines.decode import soft_capped
 from kvskim.engines.transformers_cache import PageRecords
-from kvskim.engines.transformers_layer import LayerStatistics, Observer, SkimAttention, StepTrace, UnsupportedError, rotary_of
+from kvskim.engines.transformers_layer import LayerStatistics, Observer, SkimAttention, StepTrace, rotary_of
+from kvskim.errors import UnsupportedError
+from kvskim.layout import PAGE_TOKENS
 from kvskim.selectors import get_selector
 
 __all__ = [
@@ -96,6 +99,31 @@ class Host:
             return None
         return Calibration(_model_name(self.model), model_fingerprint(_text_config(self.model).to_dict()), layers)
 
+    def fit_calibration(self, caches: list[Any], *, progress: Callable[[str], None] | None = None, **options: Any) -> Calibration:
+        """Fit the calibration of every layer that can be sparse on prompts that were just prefilled, instead of at the first decode step.
+
+        Args:
+            caches: caches of prompts without padding, prefilled since `enable` with samples being taken (`SkimAttention.capture`, or a
+                selector that needs a calibration and has none).
+            progress: called with the name of each layer before it is fitted.
+            options: of `kvskim.calibration.fit_layer`.
+
+        Raises:
+            CalibrationError: the prompts are too short.
+        """
+        for state in self.layers():
+            if state.dense_reason is not None:
+                continue
+            if progress is not None:
+                progress(state.name)
+            layers = [cache.layers[state.index] for cache in caches]
+            if not state.fit(layers, [[0] * layer.keys.shape[0] for layer in layers], least_tokens=2 * PAGE_TOKENS, **options):
+                raise CalibrationError("the text is too short to calibrate on: give at least a few hundred tokens")
+            state.settings = None
+        calibration = self.calibration()
+        assert calibration is not None
+        return calibration
+
     def disable(self) -> None:
         disable(self.model)
         if self.previous_implementation is not None:
@@ -158,7 +186,7 @@ def disable(model: nn.Module) -> None:
     """Remove kvskim's state from a model. Its attention implementation stays what it is."""
     for module in model.modules():
         if hasattr(module, _STATE):
-            module._kvskim_hook.remove()
+            module._kvskim_hook.remove()  # type: ignore[union-attr, operator]
             del module._kvskim_hook, module._kvskim
 
 
@@ -295,7 +323,7 @@ def attention_forward(
     state.prepare(heads, dim, scale, softcap, key.device)
     if not state.calibrated or state.capture:
         layer.queries += state.sample(query, key, starts, scale)
-        if decoding and not state.capture and state.fit(layer, starts):
+        if decoding and not state.capture and state.fit([layer], [starts]):
             state.prepare(heads, dim, scale, softcap, key.device)
     if state.calibrated:
         assert state.settings is not None

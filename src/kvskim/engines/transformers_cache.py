@@ -51,6 +51,9 @@ class PageRecords:
                 self.counts[row] = wanted
 
     def _reserve(self, rows: int, pages: int, heads: int, width: int, device: torch.device) -> None:
+        if self.records is not None and self.records.is_inference() and not torch.is_inference_mode_enabled():
+            # Made under inference_mode, where the result of an allocation can't be written to later.
+            self.records = self.records.clone()
         held = 0 if self.records is None else self.records.shape[1]
         if self.records is None or pages > held:
             grown = torch.zeros(rows, pages + max(pages // 4, 8), heads, width, dtype=torch.uint8, device=device)

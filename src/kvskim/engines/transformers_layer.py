@@ -27,10 +27,6 @@ LATER_POSITION_COPIES = 3
 _HALF_SPLIT_ROTARY = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma3_text", "phi3", "smollm3", "olmo2", "granite")
 
 
-class UnsupportedError(RuntimeError):
-    """A model, layer or call that kvskim can't serve sparsely; the message is one sentence that says what to do."""
-
-
 @dataclass(frozen=True)
 class StepTrace:
     """One decode step of one layer, for observers (`kvskim.engines.transformers.enable`).
@@ -159,15 +155,23 @@ class SkimAttention:
         if starts is not None and self.selector.needs_calibration and self.calibration is None:
             self.unclaimed = (weakref.ref(key), self.sample(query, key, starts, scale))
 
-    def fit(self, layer: SkimLayer, starts: list[int]) -> bool:
-        """Fit the calibration on the keys and query samples of a request, if there are enough; once, never again."""
-        tokens = layer.get_seq_length()
-        pages = [(tokens - start) // PAGE_TOKENS for start in starts]
-        if sum(pages) * PAGE_TOKENS < LEAST_CALIBRATION_TOKENS or not layer.queries:
+    def fit(self, layers: list[SkimLayer], starts: list[list[int]], least_tokens: int = LEAST_CALIBRATION_TOKENS, **options: Any) -> bool:
+        """Fit the calibration on the keys and query samples of some caches, if they hold enough; records made before are void.
+
+        layers: this layer's part of each cache. starts: for each of them, the first real token of every row. options: see `fit_layer`.
+        """
+        keys, longest = [], 0
+        for layer, rows in zip(layers, starts):
+            for row, start in enumerate(rows):
+                tokens = (layer.get_seq_length() - start) // PAGE_TOKENS * PAGE_TOKENS
+                keys.append(layer.keys[row, :, start : start + tokens])
+                longest = max(longest, tokens)
+        queries = [sample for layer in layers for sample in layer.queries]
+        if sum(key.shape[1] for key in keys) < least_tokens or not queries:
             return False
-        keys = torch.cat([layer.keys[row, :, s : s + n * PAGE_TOKENS] for row, (s, n) in enumerate(zip(starts, pages))], 1)
-        self.fit_on(keys, torch.cat(layer.queries, 1), max(pages) * PAGE_TOKENS)
-        layer.queries = []
+        self.fit_on(torch.cat(keys, 1), torch.cat(queries, 1), longest, **options)
+        for layer in layers:
+            layer.queries = []
         return True
 
     def fit_on(self, keys: Tensor, queries: Tensor, last_position: int, **options: Any) -> None:

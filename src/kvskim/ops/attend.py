@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvskim.layout import PAGE_TOKENS, ceil_div
+from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.attend_plan import attend_plan
 from kvskim.ops.torch_attend import attend_torch
 
@@ -41,7 +41,7 @@ class AttendScratch(Protocol):
 def attend(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, *,
     scale: float, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor, lse: Tensor | None = None,
-    scratch: AttendScratch | None, kernels: Kernels, overlap_previous: bool = False,
+    scratch: AttendScratch | None, kernels: str, overlap_previous: bool = False,
 ) -> None:
     """Attention of one query token per request to the selected pages of its KV cache.
 
@@ -55,7 +55,7 @@ def attend(
         scale: factor of the logits. softcap: 0 for none. k_scale, v_scale: value = stored * scale.
         out: ``[R, Hq, D]`` in the dtype of the query. lse: float32 ``[R, Hq]``, natural logarithm, or None.
         scratch: see `AttendScratch`; not needed by torch.
-        kernels: implementation.
+        kernels: cuda, triton or torch.
         overlap_previous: CUDA only: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch).
 
     Raises:
@@ -79,21 +79,21 @@ def attend(
     plan = attend_plan(
         query.shape[0], key_cache.shape[2], block_table.shape[1] * (key_cache.shape[1] // PAGE_TOKENS), _multiprocessors(query.device)
     )
-    _check_kernels(query, key_cache, out, lse, scratch, plan.splits)
+    splits = _check_kernels(query, key_cache, out, scratch, plan.splits)
     if kernels == "cuda":
         from kvskim.ops.cuda.attend import attend_cuda
 
         _check_cuda(query, key_cache, value_cache, out)
         attend_cuda(
             query, key_cache, value_cache, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials, scratch.attend_tickets,
-            plan.splits, plan.pages_per_split, scale, softcap, k_scale, v_scale, overlap_previous,
+            splits, plan.pages_per_split, scale, softcap, k_scale, v_scale, overlap_previous,
         )
     else:
         from kvskim.ops.triton.attend import attend_triton
 
         attend_triton(
             query, key_cache, value_cache, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials,
-            plan.splits, plan.pages_per_split, scale, softcap, k_scale, v_scale,
+            splits, plan.pages_per_split, scale, softcap, k_scale, v_scale,
         )
 
 
@@ -151,7 +151,8 @@ def _check(
             raise ValueError(f"{name} is on {tensor.device} and query on {query.device}; all tensors must be on one device")
 
 
-def _check_kernels(query: Tensor, key_cache: Tensor, out: Tensor, lse: Tensor | None, scratch: AttendScratch, splits: int) -> None:
+def _check_kernels(query: Tensor, key_cache: Tensor, out: Tensor, scratch: AttendScratch, splits: int) -> int:
+    """The number of splits, or fewer when a block table wider than the scratch was sized for asks for more than fit."""
     requests, query_heads, dim = query.shape
     heads = key_cache.shape[2]
     group = query_heads // heads
@@ -161,12 +162,13 @@ def _check_kernels(query: Tensor, key_cache: Tensor, out: Tensor, lse: Tensor | 
         raise ValueError(f"{requests} requests in one batch; the kernels take at most 65535")
     if out.stride(2) != 1:
         raise ValueError("the last dimension of out must be contiguous")
-    floats = requests * heads * splits * group * (dim + 2)
+    least = requests * query_heads * (dim + 2)
     partials, tickets = scratch.attend_partials, scratch.attend_tickets
-    if partials.dtype != torch.float32 or partials.numel() < floats or not partials.is_contiguous() or partials.device != query.device:
-        raise ValueError(f"scratch.attend_partials is {partials.dtype} with {partials.numel()} elements on {partials.device}; {floats} float32 are needed")
+    if partials.dtype != torch.float32 or partials.numel() < least or not partials.is_contiguous() or partials.device != query.device:
+        raise ValueError(f"scratch.attend_partials is {partials.dtype} with {partials.numel()} elements on {partials.device}; {least} float32 are needed")
     if tickets.dtype != torch.int32 or tickets.numel() < requests * heads or not tickets.is_contiguous() or tickets.device != query.device:
         raise ValueError(f"scratch.attend_tickets is {tickets.dtype} with {tickets.numel()} elements on {tickets.device}; {requests * heads} int32 are needed")
+    return min(splits, partials.numel() // least)
 
 
 def _check_cuda(query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor) -> None:
@@ -183,5 +185,5 @@ def _check_cuda(query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tens
 def required_partials(query: Tensor, key_cache: Tensor, block_table: Tensor) -> int:
     """Elements of ``scratch.attend_partials`` that a call with these tensors needs."""
     requests, query_heads, dim = query.shape
-    capacity = block_table.shape[1] * ceil_div(key_cache.shape[1], PAGE_TOKENS)
+    capacity = block_table.shape[1] * (key_cache.shape[1] // PAGE_TOKENS)
     return requests * query_heads * attend_plan(requests, key_cache.shape[2], capacity, _multiprocessors(query.device)).splits * (dim + 2)

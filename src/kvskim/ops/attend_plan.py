@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvskim.layout import ceil_div
 
-RESIDENT = 3
-"""Thread blocks of the CUDA kernel that a multiprocessor holds (at most head dims)."""
+PER_MULTIPROCESSOR = 2
+"""Thread blocks of the CUDA kernel that keep a multiprocessor's memory path full. It holds three at most head dims; more splits cost merging."""
 
 MAXIMUM_SPLITS = 128
 """Also in the CUDA sources."""
@@ -38,15 +38,15 @@ def attend_plan(requests: int, heads: int, page_capacity: int, multiprocessors: 
         page_capacity: most pages a request can have (columns of the block table times pages per block).
         multiprocessors: of the GPU.
 
-    While a few rows can't fill the GPU, they get as many splits as are resident at once, so that all run in one wave. When the rows fill
+    While a few rows can't fill the GPU, they get as many splits as run at once, in one wave. When the rows fill
     it, splits are there for long requests alone, and the total stays small, because idle ones cost a launch each.
     """
     rows = max(requests * heads, 1)
-    resident = RESIDENT * max(multiprocessors, 1)
-    if 2 * rows <= resident:
-        splits, share = min(resident // rows, MAXIMUM_SPLITS if rows <= 2 else MAXIMUM_SPLITS // 2), SHORT_SHARE
+    full = PER_MULTIPROCESSOR * max(multiprocessors, 1)
+    if 2 * rows <= full:
+        splits, share = min(full // rows, MAXIMUM_SPLITS if rows <= 2 else MAXIMUM_SPLITS // 2), SHORT_SHARE
     else:
-        splits, share = max(1, min(8, 8 * resident // rows)), LONG_SHARE
+        splits, share = max(1, min(8, 8 * full // rows)), LONG_SHARE
     return AttendPlan(max(1, min(splits, ceil_div(page_capacity, share))), share)
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ALL_PAGES: dict[str, Any] = {"rule": "budget", "budget": 1.0, "min_pages": 0}
+ALL_PAGES: dict[str, Any] = {"rule": "budget", "budget": 1.0}
 """Settings under which scoring and selection run, and every page is selected."""
 WARM_STEPS = 512
 """Most tokens decoded to let a calibration from first prompts come to its end."""
@@ -146,7 +146,7 @@ def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
     result["outputs"] = [asdict(output) for output in outputs]
     if state is not None:
         ready = state.ready
-        result.update(ready=bool(ready is not None and ready.item()), layers=len(state.layers), kernels=state.kernels, activity=asdict(total))
+        result.update(ready=bool(ready is not None and ready.item()), layers=len(state.layers), kernels=state.kernels.kernels, activity=asdict(total))
     return result
 
 

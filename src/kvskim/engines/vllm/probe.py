@@ -5,6 +5,7 @@ For `kvskim check` and for tests. Needs ``VLLM_ENABLE_V1_MULTIPROCESSING=0``, so
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from kvskim.engines.vllm.calibrate import ENCODE_PAGES
 from kvskim.engines.vllm.state import LayerState, SkimState
 from kvskim.layout import PAGE_TOKENS
-from kvskim.ops import encode
+from kvskim.ops.encode import encode
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,19 @@ def state_of(llm: Any) -> SkimState | None:
 def generate(llm: Any, prompts: list[list[int]], params: Any, after_step: Callable[[], None] | None = None) -> list[Generated]:
     """Run all prompts (token ids) together, step by step, and call ``after_step`` after each step of the engine."""
     engine = llm.llm_engine
-    order = [engine.add_request(f"check-{id(prompts)}-{i}", {"prompt_token_ids": ids}, params) for i, ids in enumerate(prompts)]
+    run = uuid.uuid4().hex
+    names = [f"{run}-{i:06d}" for i in range(len(prompts))]
+    for name, ids in zip(names, prompts):
+        engine.add_request(name, {"prompt_token_ids": ids}, params)
     finished: dict[str, Generated] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
-                finished[output.request_id] = _generated(output)
+                # Some versions append a suffix to the name.
+                finished[output.request_id[: len(run) + 7]] = _generated(output)
         if after_step is not None:
             after_step()
-    # vLLM may make ids unique by a suffix, and gives back its own or ours, depending on the version.
-    return [next(g for key, g in finished.items() if key == name or name.startswith(key)) for name in order]
+    return [finished[name] for name in names]
 
 
 def _generated(output: Any) -> Generated:
@@ -86,5 +90,5 @@ def _untrue(state: SkimState, layer: LayerState, pages: Tensor) -> int:
     fresh = torch.zeros_like(stored)
     key_cache = layer.caches()[0]
     for part in pages.split(ENCODE_PAGES):
-        encode.encode(layer.tables, key_cache, part * PAGE_TOKENS + (PAGE_TOKENS - 1), fresh, kernels=state.kernels)
+        encode(state.selector, layer.tables, key_cache, part * PAGE_TOKENS + (PAGE_TOKENS - 1), fresh, kernels=state.kernels.kernels)
     return int((fresh[pages] != stored[pages]).any(-1).sum())

@@ -70,13 +70,13 @@ def start_block(state: SkimState) -> list[str]:
             f"  selector     {config.selector}, {record_bytes} bytes per page and kv head ({share:.1%} of K and V), "
             f"{layout.record_bytes_per_block(record_bytes)} bytes per block and layer",
             f"  rule         {rule_text(state.rule)}; always: {config.sink_pages} first and {config.window_pages} last pages",
-            f"  kernels      {state.kernels}",
+            f"  kernels      {state.kernels.kernels}: {state.kernels.reason}",
             f"  calibration  {state.calibration_source or 'not needed'}",
         ]
-        if state.workspace is not None:
-            w = state.workspace
-            parts = "" if w.rows >= w.max_rows else f"; larger decode batches run in parts of {w.rows}"
-            lines.append(f"  workspace    {w.rows} of {w.max_rows} rows x {w.page_capacity} pages, {w.bytes / _MIB:.0f} MiB{parts}")
+        parts = "" if state.rows >= state.max_rows else f"; larger decode batches run in parts of {state.rows}"
+        lines.append(
+            f"  workspace    {state.rows} of {state.max_rows} rows x {state.page_capacity} pages, {state.workspace_bytes / _MIB:.0f} MiB{parts}"
+        )
         if state.vllm_config.speculative_config is not None:
             lines.append("  speculation  rows with more than one query token keep full attention")
     for reason, names in _reasons(state.dense).items():

@@ -7,22 +7,26 @@ can live in one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 
-from kvskim.calibration import Calibration
-from kvskim.config import LoadedConfig, load_config
+from kvskim.config import load_config
 from kvskim.engines.vllm import calibrate
 from kvskim.engines.vllm.layout import key_value_views
 from kvskim.engines.vllm.records import RecordsLayer
 from kvskim.engines.vllm.report import start_block
-from kvskim.engines.vllm.workspace import Workspace
-from kvskim.ops import attend, dispatch, encode, score, select
+from kvskim.engines.vllm.support import workspace_rows
+from kvskim.layout import PAGE_TOKENS, ceil_div, padded_group
+from kvskim.ops.attend import Kernels
+from kvskim.ops.dispatch import Choice, choose
+from kvskim.ops.encode import encode
+from kvskim.ops.step import StepSettings, decode_step
+from kvskim.ops.workspace import StepBuffers, Workspace, table_capacity
 from kvskim.selectors import Selector, get_selector
 
 logger = logging.getLogger("vllm.kvskim")
@@ -43,6 +47,7 @@ class LayerState:
     """vLLM's attention layer, for its cache."""
     records: RecordsLayer
     tables: Any = None
+    settings: StepSettings | None = None
     counts: Tensor | None = None
     covered: Tensor | None = None
 
@@ -50,7 +55,13 @@ class LayerState:
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def geometry(self) -> tuple[int, int, int]:
+        """Layers of one geometry share a workspace."""
+        return self.num_kv_heads, self.group, self.head_size
+
     def caches(self) -> tuple[Tensor, Tensor]:
+        """K and V as vLLM has bound them."""
         return key_value_views(self.module.kv_cache, self.head_size)
 
 
@@ -59,8 +70,7 @@ class SkimState:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         additional = vllm_config.additional_config
-        arguments = additional.get("kvskim") if isinstance(additional, Mapping) else None
-        loaded: LoadedConfig = load_config(arguments)
+        loaded = load_config(additional.get("kvskim") if isinstance(additional, Mapping) else None)
         for line in loaded.warnings:
             logger.warning("kvskim: %s", line)
         self.vllm_config = vllm_config
@@ -73,11 +83,14 @@ class SkimState:
         self.calibrator: calibrate.Calibrator | None = None
         self.calibration_source = ""
         self.ready: Tensor | None = None
+        """int32 ``[1]`` on the device: 1 once the tables are those of this model."""
         self.last_lengths: Tensor | None = None
         """Lengths of the rows of the last decode step, int32 on the device."""
-        self.workspace: Workspace | None = None
-        self.kernels = ""
-        self._calibration: Calibration | None = None
+        self.kernels = Choice("", "not chosen yet")
+        self.rows = 0
+        """Rows that one launch serves; a larger decode batch runs in parts."""
+        self.workspaces: dict[tuple[int, int, int], Workspace] = {}
+        self._buffers: dict[tuple[tuple[int, int, int], int], StepBuffers] = {}
         self._reported = False
 
     @staticmethod
@@ -90,6 +103,16 @@ class SkimState:
         """The state of this engine's worker; made when its first layer asks for it."""
         return cls.find(vllm_config.compilation_config.static_forward_context) or cls(vllm_config)
 
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a decode step."""
+        return int(self.vllm_config.scheduler_config.max_num_seqs)
+
+    @property
+    def page_capacity(self) -> int:
+        """Most pages of a request."""
+        return ceil_div(int(self.vllm_config.model_config.max_model_len), PAGE_TOKENS)
+
     def log(self, text: str) -> None:
         logger.info("kvskim: %s", text)
 
@@ -98,19 +121,31 @@ class SkimState:
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate all that decode needs, once. Called in vLLM's profiling run, so that vLLM counts it before it sizes its cache."""
-        if self.workspace is not None or not self.layers:
+        if self.workspaces or not self.layers:
             return
-        self.kernels = dispatch.resolve(self.config.kernels, device, selector=self.config.selector)
-        config, vllm_config = self.config, self.vllm_config
+        config = self.config
+        self.kernels = choose(config.kernels, device)
+        kernels = cast(Kernels, self.kernels.kernels)
+        forced: dict[str, int] = dict(sink_pages=config.sink_pages, window_pages=config.window_pages)
         layers = list(self.layers.values())
-        self.workspace = Workspace(
-            layers, self.rule, device=device, max_rows=vllm_config.scheduler_config.max_num_seqs, max_tokens=vllm_config.model_config.max_model_len,
-            sink_pages=config.sink_pages, window_pages=config.window_pages, kernels=self.kernels,
+        table = table_capacity(self.rule, self.page_capacity, **forced)
+        self.rows = min(
+            workspace_rows(heads, padded_group(group), self.page_capacity, table, self.max_rows)
+            for heads, group, _ in {layer.geometry for layer in layers}
         )
         self.ready = torch.zeros(1, dtype=torch.int32, device=device)
         for layer in layers:
+            if layer.geometry not in self.workspaces:
+                heads, group, dim = layer.geometry
+                self.workspaces[layer.geometry] = Workspace(
+                    max_requests=self.rows, num_kv_heads=heads, group=group, head_dim=dim, page_capacity=self.page_capacity, rule=self.rule,
+                    device=device, kernels=kernels, **forced,
+                )
             layer.tables = calibrate.empty_tables(self.selector, layer.num_kv_heads, layer.head_size, device)
-            shape = (self.workspace.max_rows, layer.num_kv_heads)
+            layer.settings = StepSettings(
+                selector=self.selector, tables=layer.tables, rule=self.rule, scale=layer.scale, softcap=layer.softcap, kernels=kernels, **forced
+            )
+            shape = (self.max_rows, layer.num_kv_heads)
             layer.counts = torch.zeros(shape, dtype=torch.int32, device=device)
             layer.covered = torch.zeros(shape, dtype=torch.float32, device=device)
         self._calibrate(layers, device, dtype)
@@ -145,15 +180,18 @@ class SkimState:
             for line in start_block(self):
                 logger.info("%s", line)
 
+    def report_if_all_dense(self) -> None:
+        """The same where no layer allocates anything, because none is sparse."""
+        if not self.layers:
+            self.report()
+
     def encode(self, layer: LayerState, slot_mapping: Tensor) -> None:
         """Make the records of the pages that these slots (int64, -1: none) complete, from the keys in the cache."""
         records = layer.records.records
-        assert records is not None, "vLLM has not bound the records"
-        encode.encode(layer.tables, layer.caches()[0], slot_mapping, records, kernels=self.kernels)
+        assert records is not None and layer.tables is not None, "vLLM has not bound the records, or did no profiling run"
+        encode(self.selector, layer.tables, layer.caches()[0], slot_mapping, records, kernels=self.kernels.kernels)
 
-    def decode(
-        self, layer: LayerState, query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor
-    ) -> None:
+    def decode(self, layer: LayerState, query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor) -> None:
         """One decode step of a layer for rows of one query token, in parts of as many rows as the workspace has.
 
         Args:
@@ -163,40 +201,33 @@ class SkimState:
             seq_lens: int32 ``[R]``, 0 for a row that only fills a graph.
             out: ``[R, Hq, D]``, written.
         """
-        w = self.workspace
         records = layer.records.records
-        assert w is not None and records is not None and layer.counts is not None and layer.covered is not None
+        assert records is not None and layer.settings is not None and layer.counts is not None and layer.covered is not None
+        assert self.ready is not None
         key_cache, value_cache = key_value_views(kv_cache, layer.head_size)
-        sink, window = self.config.sink_pages, self.config.window_pages
-        for first in range(0, query.shape[0], w.rows):
-            rows = slice(first, min(first + w.rows, query.shape[0]))
-            b = w.buffers(layer, rows.stop - rows.start)
-            q, table, lengths = query[rows], block_table[rows], seq_lens[rows]
-            counts, covered = layer.counts[rows], layer.covered[rows]
-            score.score(
-                layer.tables, q, key_cache, records, table, lengths, scale=layer.scale, softcap=layer.softcap, sink_pages=sink, window_pages=window,
-                scores=b.scores, base=b.base, forced=b.forced, partials=b.partials, scratch=w.scratch, kernels=self.kernels,
+        workspace = self.workspaces[layer.geometry]
+        for first in range(0, query.shape[0], self.rows):
+            rows = slice(first, min(first + self.rows, query.shape[0]))
+            shared = self._step_buffers(layer.geometry, rows.stop - rows.start)
+            buffers = replace(shared, counts=layer.counts[rows], covered=layer.covered[rows])
+            decode_step(
+                layer.settings, query[rows], key_cache, value_cache, records, block_table[rows], seq_lens[rows], ready=self.ready,
+                workspace=workspace, buffers=buffers, out=out[rows],
             )
-            select.select(
-                b.scores, b.base, b.forced, b.partials, lengths, group=layer.group, rule=self.rule, sink_pages=sink, window_pages=window,
-                ready=self.ready, pages=b.pages, counts=counts, covered=covered, kernels=self.kernels,
-            )
-            attend.attend(
-                q, key_cache, value_cache, table, lengths, b.pages, counts, scale=layer.scale, softcap=layer.softcap, out=out[rows],
-                scratch=w.scratch, kernels=self.kernels,
-            )
+
+    def _step_buffers(self, geometry: tuple[int, int, int], rows: int) -> StepBuffers:
+        # Views are made once for each number of rows: eager steps would pay for them in every layer.
+        key = (geometry, rows)
+        if key not in self._buffers:
+            self._buffers[key] = self.workspaces[geometry].buffers(rows)
+        return self._buffers[key]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of all that `allocate` made, calibration's captured tokens left out."""
+        return sum(w.nbytes for w in self.workspaces.values())
 
 
 def _state_of(layer: Any) -> SkimState | None:
     state = getattr(getattr(layer, "impl", None), "skim_state", None)
     return state if isinstance(state, SkimState) else None
-
-
-def states(layers: Iterable[Any]) -> list[SkimState]:
-    """The distinct states among attention layers."""
-    found: list[SkimState] = []
-    for layer in layers:
-        state = _state_of(layer)
-        if state is not None and all(state is not s for s in found):
-            found.append(state)
-    return found

@@ -19,6 +19,8 @@ BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
 CACHE_DTYPES = ("auto", "bfloat16", "float16")
 LOWEST_CAPABILITY = (8, 0)
+WORKSPACE_BYTES = 512 * 2**20
+"""Most bytes of scores and page tables; everything else that decode works in is small beside them."""
 
 WAY_OUT = "run without kvskim, or set on_unsupported to 'dense' to keep full attention"
 
@@ -158,6 +160,22 @@ def leading_single_token_rows(starts: Sequence[int] | np.ndarray, num_tokens: in
     rows = min(len(starts) - 1, num_tokens)
     single = np.asarray(starts[1 : rows + 1]) == np.arange(1, rows + 1)
     return rows if single.all() else int(single.argmin())
+
+
+def workspace_rows(num_kv_heads: int, columns: int, page_capacity: int, table_capacity: int, max_rows: int) -> int:
+    """Rows that one decode launch serves: all of a step, unless their scores and page tables would take more than `WORKSPACE_BYTES`.
+
+    A larger batch runs in parts of that many rows, which is only reached by hundreds of requests on an engine for very long ones.
+
+    Args:
+        num_kv_heads: kv heads on this rank.
+        columns: query heads per kv head, padded as scores are stored.
+        page_capacity: most pages of a request.
+        table_capacity: most entries of a page table.
+        max_rows: most rows of a step.
+    """
+    row = num_kv_heads * (page_capacity * columns * 2 + table_capacity * 4)
+    return max(1, min(max_rows, WORKSPACE_BYTES // row))
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -20,11 +20,13 @@ enum ElementType { kBFloat16 = 0, kFloat16 = 1, kFloat8E4M3 = 2 };
 enum LaunchFlags {
   // The launch may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch).
   kOverlapPrevious = 1,
-  // All records that this launch reads were complete before the kernel ahead of it began, so they may be read before it has ended.
+  // Records, block table and lengths that this launch reads were complete before the kernel ahead of it began, so they may be read before
+  // it has ended.
   kRecordsSettled = 2,
 };
 
 // ---- programmatic dependent launch: both are no-ops in an ordinary launch ----
+// A kernel that calls the first must call the second on every path: its end then means that all kernels ahead of it have ended.
 
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

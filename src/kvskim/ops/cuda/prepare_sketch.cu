@@ -34,7 +34,7 @@ struct PrepareArguments {
   uint8_t* weights;
   float4* scales;
   float *base, *forced;                // [R, H, padded group]
-  int requests, heads, group, dim, page_shift, sink_pages, window_pages;
+  int requests, heads, group, dim, page_shift, sink_pages, window_pages, settled;
   float scale, softcap, key_scale;
 };
 
@@ -108,21 +108,19 @@ __device__ void prepare_mode(const PrepareArguments& p, int mode, int head, int 
       early[0][s] = load16(row_address(warp, 0) + 32 * s);
       early[1][s] = load16(row_address(warp, 1) + 32 * s);
     }
-  wait_previous_kernel();
+  if (!p.settled) wait_previous_kernel();
 
-  // The query of this lane's column in each tile; null for columns without work.
+  // The query of this lane's column in each tile; null for columns without one.
   const uint16_t* query[TILES];
   bool any = false;
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
     const int column = first_column + 8 * n + g, request = column / columns, member = column % columns;
-    query[n] = nullptr;
-    if (request < p.requests && ceil_div(p.seq_lens[request], kPageTokens) > p.window_pages) {
-      any = true;
-      if (member < p.group)
-        query[n] = p.query + request * p.query_row_stride + (head * p.group + member) * p.query_head_stride + 8 * q;
-    }
+    const bool live = request < p.requests && ceil_div(p.seq_lens[request], kPageTokens) > p.window_pages;
+    any = any || live;
+    query[n] = live && member < p.group ? p.query + request * p.query_row_stride + (head * p.group + member) * p.query_head_stride + 8 * q : nullptr;
   }
+  wait_previous_kernel();
   // Every warp sees all columns of the slice, so the CTA leaves as one.
   if (!__any_sync(~0u, any)) return;
 
@@ -230,37 +228,30 @@ __device__ void prepare_forced(const PrepareArguments& p, int request, int head)
   __shared__ float warp_max[kWarps][16], warp_sum[kWarps][16], mean_score[16];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
   const int columns = padded_group(p.group), tiles = columns == 16 ? 2 : 1, steps = p.dim / 32;
-  wait_previous_kernel();
-  if (request >= p.requests) return;
-  const int length = p.seq_lens[request];
-  if (length <= 0) return;
-  const uint16_t* queries = p.query + request * p.query_row_stride + head * p.group * p.query_head_stride;
-
-  for (int member = warp; member < columns; member += kWarps) {
-    float sum = 0.f;
-    if (member < p.group)
-      for (int d = lane; d < p.dim; d += 32) sum = fmaf(element<HALF>(queries[member * p.query_head_stride + d]), p.mean[head * p.dim + d], sum);
-#pragma unroll
-    for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
-    if (lane == 0) mean_score[member] = sum * p.scale;
-  }
-
+  if (!p.settled) wait_previous_kernel();
+  const int length = request < p.requests ? p.seq_lens[request] : 0;
+  if (length <= 0) return wait_previous_kernel();
   const int pages = ceil_div(length, kPageTokens), first = min(p.sink_pages, pages), last = min(p.window_pages, pages - first);
   const BlockTable table{p.block_table + request * p.block_table_stride, p.page_shift};
-  const int tokens_shift = p.page_shift + 4;  // tokens of a block
+  auto page_of = [&](int i) { return i < first ? i : pages - last + (i - first); };
+  int block = warp < first + last ? table.entry(page_of(warp)) : 0;
+  wait_previous_kernel();
+
+  const uint16_t* queries = p.query + request * p.query_row_stride + head * p.group * p.query_head_stride;
+  const int block_tokens = kPageTokens << p.page_shift;
   const float factor = p.scale * p.key_scale;
   float largest[2][2], sums[2][2] = {};
 #pragma unroll
   for (int n = 0; n < 2; ++n) largest[n][0] = largest[n][1] = -INFINITY;
   for (int i = warp; i < first + last; i += kWarps) {
-    const int page = i < first ? i : pages - last + (i - first);
-    const int block = table.entry(page), token = (page * kPageTokens) & ((1 << tokens_shift) - 1);
+    const int page = page_of(i), token = (page * kPageTokens) & (block_tokens - 1);
     // Tokens past the end may lie in memory that was never written: their row is read from the page's first token instead and left out.
     const bool inside[2] = {page * kPageTokens + g < length, page * kPageTokens + g + 8 < length};
     int64_t row[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       row[h] = block * p.key_block_stride + (token + (inside[h] ? g + 8 * h : 0)) * p.key_token_stride + head * p.key_head_stride + 8 * q;
+    if (i + kWarps < first + last) block = table.entry(page_of(i + kWarps));
     float sum[2][4] = {};
 #pragma unroll 4
     for (int s = 0; s < steps; ++s) {
@@ -292,6 +283,15 @@ __device__ void prepare_forced(const PrepareArguments& p, int request, int head)
         sums[n][c] = sums[n][c] * expf(largest[n][c] - m) + (expf(logit[0] - m) + expf(logit[1] - m));
         largest[n][c] = m;
       }
+  }
+  // The last warps first: with few pages they have nothing else to do.
+  for (int member = kWarps - 1 - warp; member < columns; member += kWarps) {
+    float sum = 0.f;
+    if (member < p.group)
+      for (int d = lane; d < p.dim; d += 32) sum = fmaf(element<HALF>(queries[member * p.query_head_stride + d]), p.mean[head * p.dim + d], sum);
+#pragma unroll
+    for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(~0u, sum, i);
+    if (lane == 0) mean_score[member] = sum * p.scale;
   }
 #pragma unroll
   for (int n = 0; n < 2; ++n)
@@ -361,8 +361,8 @@ extern "C" int kvskim_prepare_sketch(const void* query, int64_t query_row_stride
                            static_cast<const float*>(mean), static_cast<const uint8_t*>(key_cache), key_block_stride, key_token_stride,
                            key_head_stride, static_cast<const int*>(block_table), block_table_stride, static_cast<const int*>(seq_lens),
                            static_cast<uint8_t*>(weights), reinterpret_cast<float4*>(scales), static_cast<float*>(base),
-                           static_cast<float*>(forced), requests, heads, group, dim, page_shift, sink_pages, window_pages, scale, softcap,
-                           key_scale};
+                           static_cast<float*>(forced), requests, heads, group, dim, page_shift, sink_pages, window_pages, (flags & kRecordsSettled) != 0,
+                           scale, softcap, key_scale};
   // Few columns: more CTAs. Many: a CTA reads its rows of the matrix once for 32 columns.
   const bool wide = static_cast<int64_t>(requests) * columns * heads > 256;
   const auto s = static_cast<cudaStream_t>(stream);

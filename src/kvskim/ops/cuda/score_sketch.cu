@@ -121,9 +121,9 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   const int index = blockIdx.x * kWarps + warp, rest = index / p.heads;
   const int head = index - rest * p.heads, request = rest / p.chunks, chunk = rest - request * p.chunks;
   if (!p.settled) wait_previous_kernel();
-  if (request >= p.requests) return;
-  const int pages = ceil_div(p.seq_lens[request], kPageTokens) - p.window_pages;
-  if (chunk * kTilePages >= pages) return;
+  const int pages = request < p.requests ? ceil_div(p.seq_lens[request], kPageTokens) - p.window_pages : 0;
+  // Even a warp without work waits: the end of this grid must mean that the kernel ahead has ended too, for the one behind reads its results.
+  if (chunk * kTilePages >= pages) return wait_previous_kernel();
   const int row = request * p.heads + head;
 
   // Pages past the end repeat the last page: its record is valid, its results are not written.

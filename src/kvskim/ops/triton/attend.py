@@ -10,7 +10,6 @@ from torch import Tensor
 from kvskim.layout import PAGE_TOKENS
 
 
-
 @triton.jit
 def _widen_e4m3(byte):
     """e4m3 to float32 by its bits: as fp16 with the exponent field moved, the value is 256 times too small, subnormals included."""
@@ -80,9 +79,8 @@ def _split_kernel(
         else:
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
         if SOFTCAP:
-            x = softcap * (1.0 - 2.0 / (tl.exp2(2.0 * 1.4426950408889634 / softcap * x) + 1.0)) * 1.4426950408889634
-        else:
-            x = x * 1.4426950408889634
+            x = softcap * (1.0 - 2.0 / (tl.exp2(2.0 * 1.4426950408889634 / softcap * x) + 1.0))
+        x *= 1.4426950408889634
         x = tl.where(live[None, :], x, float("-inf"))
         raised = tl.maximum(maximum, tl.max(x, 1))
         shrink = tl.exp2(maximum - raised)
@@ -109,7 +107,7 @@ def _merge_kernel(
     request = tl.program_id(0)
     query_head = tl.program_id(1)
     pair = request * HEADS + query_head // GROUP
-    tokens, count, from_table = _live_count(seq_lens, counts, request, pair, table_capacity)
+    _tokens, count, _from_table = _live_count(seq_lens, counts, request, pair, table_capacity)
     live_splits = tl.minimum(splits, (count + pages_per_split - 1) // pages_per_split)
     d = tl.arange(0, DIM_PADDED)
     in_row = d < DIM

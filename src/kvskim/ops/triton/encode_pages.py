@@ -182,18 +182,21 @@ def encode_pages(
     elif isinstance(selector, Oracle):
         _keys_kernel[grid](key_cache, slot_mapping, records.view(torch.float32), *strides, k_scale, num_warps=1, **sizes)
     elif isinstance(selector, (PrincipalKeys, Quad, Clse)):
-        at = selector.format(head_dim).offsets
         encode_eigen_kernel[grid](
-            key_cache, slot_mapping, tables.offset, records, *strides, k_scale,
-            RECORD_BYTES=width, RANK=selector.rank, VECTOR_BITS=_vector_bits(selector),
-            COORDINATE_BITS=8 if isinstance(selector, PrincipalKeys) else 4 if isinstance(selector, Clse) else 0,
-            MEAN_SCALE_AT=at["mean_scale"], VECTORS_AT=at["vectors"], VECTOR_SCALE_AT=at["vector_scale"],
-            COORDINATES_AT=at.get("coordinates", -1), COORDINATE_SCALE_AT=at.get("coordinate_scale", -1),
-            ENERGIES_AT=at.get("energies", -1), RESIDUAL_AT=at.get("residual", -1), num_warps=1, **sizes,
+            key_cache, slot_mapping, tables.offset, records, *strides, k_scale, RECORD_BYTES=width, num_warps=1, **sizes,
+            **_eigen_form(selector, head_dim),
         )
     else:
         raise ValueError(f"the selector {selector.name} has no page kernel; it has: rki4, r8, clse, quad, minmax, mean, oracle")
 
 
-def _vector_bits(selector: PrincipalKeys | Quad | Clse) -> int:
-    return selector.vector_bits if isinstance(selector, PrincipalKeys) else selector.bits if isinstance(selector, Quad) else 4
+def _eigen_form(selector: PrincipalKeys | Quad | Clse, head_dim: int) -> dict[str, int]:
+    """Compile-time description of a record for `encode_eigen_kernel`; -1: the record has no such field."""
+    at = selector.format(head_dim).offsets
+    fields = ("mean_scale", "vectors", "vector_scale", "coordinates", "coordinate_scale", "energies", "residual")
+    form = {"RANK": selector.rank} | {f"{name.upper()}_AT": at.get(name, -1) for name in fields}
+    if isinstance(selector, PrincipalKeys):
+        return form | {"VECTOR_BITS": selector.vector_bits, "COORDINATE_BITS": 8}
+    if isinstance(selector, Quad):
+        return form | {"VECTOR_BITS": selector.bits, "COORDINATE_BITS": 0}
+    return form | {"VECTOR_BITS": 4, "COORDINATE_BITS": 4}

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.triton.forced import forced_mass
 from kvskim.ops.triton.page_loads import CHANNELS
-from kvskim.ops.triton.record_fields import load_bfloat16, load_float32
+from kvskim.ops.triton.record_fields import load_bfloat16, load_float32, nibble_value
 from kvskim.ops.triton.record_products import bfloat16_product, float32_product, int4_product, int8_product, query_energy, uint4_bounds
 from kvskim.selectors.base import PageTables, Selector
 from kvskim.selectors.clse import Clse
@@ -30,22 +30,22 @@ _LOG_PAGE = tl.constexpr(2.772588722239781)
 
 @triton.jit
 def _principal_score(
-    record, live, query_row, in_group, scale, HEAD_DIM: tl.constexpr, STEP: tl.constexpr,
+    record, live, query_row, in_group, scale, HEAD_DIM: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr,
     RANK: tl.constexpr, VECTOR_BITS: tl.constexpr, COORDINATE_BITS: tl.constexpr, MEAN_SCALE_AT: tl.constexpr, VECTORS_AT: tl.constexpr,
     VECTOR_SCALE_AT: tl.constexpr, COORDINATES_AT: tl.constexpr, COORDINATE_SCALE_AT: tl.constexpr, ENERGIES_AT: tl.constexpr,
     RESIDUAL_AT: tl.constexpr,
 ):
     """Scores ``[16 pages, 16 query heads]`` of mean, r8, rki4, quad and clse records, without the static part of the mean."""
-    score = int8_product(record, live, query_row, in_group, HEAD_DIM, STEP) * (scale * load_bfloat16(record + MEAN_SCALE_AT, live))[:, None]
+    score = int8_product(record, live, query_row, in_group, HEAD_DIM, STEP, WIDE) * (scale * load_bfloat16(record + MEAN_SCALE_AT, live))[:, None]
     t = tl.arange(0, 16)[None, :]
     logits = tl.zeros([16, 16, 16], tl.float32)  # pages, tokens, query heads
     squares = tl.zeros([16, 16], tl.float32)
     spread = tl.zeros([16, 16], tl.float32)
     for k in range(0, RANK):
         if VECTOR_BITS == 8:
-            z = int8_product(record + VECTORS_AT + k * HEAD_DIM, live, query_row, in_group, HEAD_DIM, STEP)
+            z = int8_product(record + VECTORS_AT + k * HEAD_DIM, live, query_row, in_group, HEAD_DIM, STEP, WIDE)
         else:
-            z = int4_product(record + VECTORS_AT + k * (HEAD_DIM // 2), live, query_row, in_group, HEAD_DIM, STEP)
+            z = int4_product(record + VECTORS_AT + k * (HEAD_DIM // 2), live, query_row, in_group, HEAD_DIM, STEP, WIDE)
         z *= (scale * load_bfloat16(record + VECTOR_SCALE_AT + 2 * k, live))[:, None]
         if ENERGIES_AT >= 0:
             spread += z * z * load_bfloat16(record + ENERGIES_AT + 2 * k, live)[:, None]
@@ -57,7 +57,7 @@ def _principal_score(
             logits += coordinate[:, :, None] * z[:, None, :]
         if COORDINATE_BITS == 4:
             byte = tl.load(record[:, None] + COORDINATES_AT + t * (RANK // 2) + k // 2, mask=live[:, None], other=0).to(tl.int32)
-            coordinate = ((((byte >> (4 * (k % 2))) & 15) ^ 8) - 8).to(tl.float32)
+            coordinate = nibble_value(byte >> (4 * (k % 2))).to(tl.float32)
             logits += coordinate[:, :, None] * z[:, None, :]
     if COORDINATE_BITS > 0:
         token_scale = load_bfloat16(record[:, None] + COORDINATE_SCALE_AT + 2 * t, live[:, None])
@@ -73,10 +73,10 @@ def _principal_score(
 
 
 @triton.jit
-def _bounds_score(record, live, query_row, in_group, scale, HEAD_DIM: tl.constexpr, STEP: tl.constexpr, NIBBLES: tl.constexpr):
+def _bounds_score(record, live, query_row, in_group, scale, HEAD_DIM: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, NIBBLES: tl.constexpr):
     """minmax: ``sum_j max(q_j lo_j, q_j hi_j)``; hi meets the positive part of the query, lo the negative one."""
     if NIBBLES:
-        score = uint4_bounds(record, live, query_row, in_group, HEAD_DIM, STEP)
+        score = uint4_bounds(record, live, query_row, in_group, HEAD_DIM, STEP, WIDE)
     else:
         score = bfloat16_product(record, live, query_row, in_group, HEAD_DIM, STEP)
     return score * scale
@@ -88,7 +88,7 @@ def _keys_score(record, live, query_row, in_group, scale, HEAD_DIM: tl.constexpr
     peak = tl.full([16, 16], float("-inf"), tl.float32)
     mass = tl.zeros([16, 16], tl.float32)
     for t in range(0, 16):
-        logit = float32_product(record + t * (4 * HEAD_DIM), live, query_row, in_group, HEAD_DIM, STEP) * scale
+        logit = float32_product(record + t * HEAD_DIM, live, query_row, in_group, HEAD_DIM, STEP) * scale
         new_peak = tl.maximum(peak, logit)
         mass = mass * tl.exp(peak - new_peak) + tl.exp(logit - new_peak)
         peak = new_peak
@@ -100,7 +100,7 @@ def _score_kernel(
     query, records, block_table, seq_lens, base, forced, scores, partials,
     query_stride_r, query_stride_h, table_stride, scores_stride_r, scores_stride_h, chunks, scale, sink_pages, window_pages,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_STORED: tl.constexpr, HEAD_DIM: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr,
-    RECORD_BYTES: tl.constexpr, STEP: tl.constexpr, FORM: tl.constexpr, SUBTRACT_BASE: tl.constexpr,
+    RECORD_WORDS: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, FORM: tl.constexpr, SUBTRACT_BASE: tl.constexpr,
     RANK: tl.constexpr, VECTOR_BITS: tl.constexpr, COORDINATE_BITS: tl.constexpr, MEAN_SCALE_AT: tl.constexpr, VECTORS_AT: tl.constexpr,
     VECTOR_SCALE_AT: tl.constexpr, COORDINATES_AT: tl.constexpr, COORDINATE_SCALE_AT: tl.constexpr, ENERGIES_AT: tl.constexpr,
     RESIDUAL_AT: tl.constexpr,
@@ -121,16 +121,16 @@ def _score_kernel(
         page = tile * 16 + tl.arange(0, 16)
         live = page < scored
         block = tl.load(block_table + request.to(tl.int64) * table_stride + page // PAGES_PER_BLOCK, mask=live, other=0).to(tl.int64)
-        record = records + ((block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK) * KV_HEADS + head) * RECORD_BYTES
+        record = records + ((block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK) * KV_HEADS + head) * RECORD_WORDS
         if FORM == "principal":
             score = _principal_score(
-                record, live, query_row, in_group, scale, HEAD_DIM, STEP, RANK, VECTOR_BITS, COORDINATE_BITS, MEAN_SCALE_AT, VECTORS_AT,
+                record, live, query_row, in_group, scale, HEAD_DIM, STEP, WIDE, RANK, VECTOR_BITS, COORDINATE_BITS, MEAN_SCALE_AT, VECTORS_AT,
                 VECTOR_SCALE_AT, COORDINATES_AT, COORDINATE_SCALE_AT, ENERGIES_AT, RESIDUAL_AT,
             )
         elif FORM == "keys":
             score = _keys_score(record, live, query_row, in_group, scale, HEAD_DIM, STEP)
         else:
-            score = _bounds_score(record, live, query_row, in_group, scale, HEAD_DIM, STEP, FORM == "nibble bounds")
+            score = _bounds_score(record, live, query_row, in_group, scale, HEAD_DIM, STEP, WIDE, FORM == "nibble bounds")
         if SUBTRACT_BASE:
             score -= tl.load(base + group_at, mask=in_group, other=0.0)[None, :]
         # Comparisons, not min and max, so that NaN stays NaN: the rule must see a broken estimate.
@@ -210,5 +210,5 @@ def score_pages(
         query, records.view(words), block_table, seq_lens, base, forced, scores, partials,
         query.stride(0), query.stride(1), block_table.stride(0), scores.stride(0), scores.stride(1), chunks, scale, sink_pages, window_pages,
         KV_HEADS=heads, GROUP=query_heads // heads, GROUP_STORED=group_stored, HEAD_DIM=head_dim,
-        PAGES_PER_BLOCK=key_cache.shape[1] // PAGE_TOKENS, RECORD_BYTES=width // words.itemsize, STEP=CHANNELS, num_warps=4, **form,
+        PAGES_PER_BLOCK=key_cache.shape[1] // PAGE_TOKENS, RECORD_WORDS=width // words.itemsize, STEP=CHANNELS, WIDE=query.is_cpu, num_warps=4, **form,
     )

@@ -1,0 +1,169 @@
+"""The command `kvskim`. Commands import what they need when they run, so that `kvskim --version` is fast."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvskim import __version__
+from kvskim.cli_config import config as config_command
+from kvskim.config import ConfigError, load_config
+from kvskim.errors import KvskimError
+
+if TYPE_CHECKING:
+    from kvskim.config import SkimConfig
+
+app = typer.Typer(
+    name="kvskim",
+    help="Decode long contexts by skimming a compact record of every KV page and attending only the pages that matter.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("config")(config_command)
+
+SelectorOption = Annotated[str | None, typer.Option(help="Record format: sketch, rki4, r8, clse, quad, minmax, mean or oracle.")]
+RuleOption = Annotated[str | None, typer.Option(help="How pages are chosen: threshold, budget or coverage.")]
+BudgetPagesOption = Annotated[int | None, typer.Option(help="Pages attended, sink and window included; implies rule budget.")]
+TauOption = Annotated[float | None, typer.Option(help="Rule threshold: smallest estimated mass of a page that is attended.")]
+CoverageOption = Annotated[float | None, typer.Option(help="Mass the attended pages must reach; implies rule coverage.")]
+TextOption = Annotated[Path | None, typer.Option("--text", help="A UTF-8 text file of your own.", metavar="FILE")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvskim {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+def _configuration(
+    selector: str | None, rule: str | None, budget_pages: int | None, tau: float | None, coverage: float | None
+) -> SkimConfig:
+    """The effective configuration of a command; a number that belongs to a rule implies the rule."""
+    if rule is None and budget_pages is not None:
+        rule = "budget"
+    elif rule is None and coverage is not None:
+        rule = "coverage"
+    arguments: dict[str, Any] = {"selector": selector, "rule": rule, "budget_pages": budget_pages, "tau": tau, "coverage": coverage}
+    loaded = load_config(arguments)
+    for warning in loaded.warnings:
+        typer.echo(f"Warning: {warning}", err=True)
+    return loaded.config
+
+
+def _read_text(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise KvskimError(f"--text {path}: there is no such file") from None
+    except UnicodeDecodeError:
+        raise KvskimError(f"--text {path} is not a UTF-8 text file") from None
+    except OSError as error:
+        raise KvskimError(f"--text {path} can't be read ({error.strerror})") from None
+    if not text.strip():
+        raise KvskimError(f"--text {path} is empty")
+    return text
+
+
+def _writable(path: Path) -> Path:
+    if path.is_dir():
+        raise KvskimError(f"--output {path} is a folder: give the name of a file")
+    if not path.absolute().parent.is_dir():
+        raise KvskimError(f"--output {path}: the folder {path.absolute().parent} does not exist")
+    return path
+
+
+@app.command()
+def demo(
+    context: Annotated[int, typer.Option(help="Tokens of the document.")] = 4096,
+    selector: SelectorOption = None,
+    rule: RuleOption = None,
+    budget_pages: BudgetPagesOption = None,
+    tau: TauOption = None,
+    coverage: CoverageOption = None,
+    text: TextOption = None,
+    question: Annotated[list[str] | None, typer.Option(help="A question of your own; may be given several times.")] = None,
+) -> None:
+    """Let a small real model read a long document on the CPU and answer questions, with full attention and with kvskim, side by side."""
+    settings = _configuration(selector, rule, budget_pages, tau, coverage)
+    own_text = _read_text(text)
+    if own_text is not None and not question:
+        raise KvskimError("--text needs at least one --question about it")
+    from kvskim.demo.run import run_demo
+
+    run_demo(settings, context=context, text=own_text, questions=question)
+
+
+@app.command()
+def inspect(
+    model: Annotated[str | None, typer.Argument(help="A Hugging Face model folder or a .gguf file; default: the demo model.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The picture to write.")] = Path("kvskim-inspect.png"),
+    context: Annotated[int, typer.Option(help="Tokens of the text that are prefilled.")] = 2048,
+    steps: Annotated[int, typer.Option(help="Decode steps that are looked at.")] = 48,
+    selector: SelectorOption = None,
+    rule: RuleOption = None,
+    budget_pages: BudgetPagesOption = None,
+    tau: TauOption = None,
+    coverage: CoverageOption = None,
+    text: TextOption = None,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
+) -> None:
+    """Draw which pages each layer and head attends over time, and the attention mass covered, with the worst heads named."""
+    settings = _configuration(selector, rule, budget_pages, tau, coverage)
+    own_text = _read_text(text)
+    target = _writable(output)
+    from kvskim.inspection import run_inspect
+
+    run_inspect(settings, target, model=model, context=context, steps=steps, text=own_text, device=device)
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="A Hugging Face model folder or a .gguf file; `demo` for the demo model.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The calibration file to write (safetensors).")],
+    tokens: Annotated[int, typer.Option(help="Tokens of text to fit on.")] = 8192,
+    record_bytes: Annotated[int, typer.Option(help="Size of the records: 128, 192, 256 or 384.")] = 256,
+    text: TextOption = None,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
+) -> None:
+    """Fit the record basis of a model on a text of yours or on built-in mixed text, for the setting `calibration`."""
+    own_text = _read_text(text)
+    target = _writable(output)
+    settings = load_config({"selector": "sketch", "selector_options": {"record_bytes": record_bytes}, "calibration": "auto"}).config
+    from kvskim.demo.calibrate import run_calibrate
+
+    run_calibrate(settings, target, model=None if model == "demo" else model, tokens=tokens, text=own_text, device=device)
+
+
+def main() -> None:
+    """Entry point: kvskim's own errors become one red sentence and exit code 2."""
+    try:
+        app()
+    except (KvskimError, ConfigError) as error:
+        _fail(str(error))
+    except ValueError as error:
+        from kvskim.calibration import CalibrationError
+
+        if not isinstance(error, CalibrationError):
+            raise
+        _fail(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _fail(message: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"Error: {message}", style="red", markup=False)
+    sys.exit(2)

@@ -1,0 +1,64 @@
+"""`kvskim bench`: measure on this machine's GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(help="Measure on this machine's GPU.", no_args_is_help=True)
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+@app.command()
+def kernels(
+    implementation: Annotated[str, typer.Option("--kernels", help="What is measured: cuda, triton or auto.")] = "auto",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
+    markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and repetitions, under a minute.")] = False,
+    twin: Annotated[bool, typer.Option(help="Also measure the Triton kernels beside the CUDA ones.")] = True,
+) -> None:
+    """Every operation and shape, against its roofline, the Triton kernels, and dense FlashAttention-3 where vLLM is installed.
+
+    Exits with 1 when a measurement failed.
+    """
+    import torch
+
+    console = Console(stderr=True)
+    if not torch.cuda.is_available():
+        console.print("[red]kvskim bench kernels needs a CUDA GPU; torch sees none.[/red]")
+        raise typer.Exit(2)
+    from kvskim.bench.kernels import KernelBench, markdown_table
+    from kvskim.ops.dispatch import choose
+
+    choice = choose(implementation, "cuda")
+    console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {choice.reason}")
+    with console.status("measuring") as status:
+        bench = KernelBench(choice.kernels, twin=twin, quick=quick, progress=lambda line: status.update(line) if "\n" not in line else console.print(line))
+        rows = bench.run()
+    table = Table(title=f"copy bandwidth {bench.bandwidth / 1e12:.2f} TB/s; dense baseline: {bench.dense_reason or 'FlashAttention-3 of vLLM'}")
+    for column in ("operation", "shape", "kernels"):
+        table.add_column(column)
+    for column in ("us", "floor us", "of bandwidth", "baseline us", "speed-up"):
+        table.add_column(column, justify="right")
+    for r in rows:
+        table.add_row(
+            r.op, r.shape, r.kernels, f"[red]{r.error}[/red]" if r.error else _number(r.us, 2), _number(r.floor_us, 2),
+            "" if r.share is None else f"{100 * r.share:.0f}%", _number(r.baseline_us), "" if r.speedup is None else f"{r.speedup:.2f}x",
+        )
+    Console(width=200).print(table)
+    if json_path is not None:
+        json_path.write_text(json.dumps(bench.report(), indent=1) + "\n")
+    if markdown_path is not None:
+        markdown_path.write_text(markdown_table(rows))
+    failed = [r for r in rows if r.error]
+    if failed:
+        console.print(f"[red]{len(failed)} of {len(rows)} measurements failed.[/red]")
+        raise typer.Exit(1)

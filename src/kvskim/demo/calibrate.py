@@ -1,0 +1,61 @@
+"""`kvskim calibrate`: prefill texts, fit the record basis of every layer that can be sparse, write the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvskim.config import SkimConfig
+from kvskim.demo.model import load_model
+from kvskim.demo.session import Session
+from kvskim.demo.text import calibration_ids
+from kvskim.engines.transformers import enable
+from kvskim.errors import KvskimError
+
+LEAST_TOKENS = 512
+OTHER_TEXT_SHRINK = 0.5
+"""How far each mode's basis is drawn to the common one: more than for a basis fitted on the very prompt that it serves."""
+
+
+def run_calibrate(
+    config: SkimConfig, output: Path, *, model: str | None, tokens: int = 8192, text: str | None = None, device: str = "cpu",
+    console: Console | None = None,
+) -> None:
+    """Fit and save a calibration.
+
+    Args:
+        config: selector ``sketch`` with its options; `calibration` is not read.
+        output: file to write.
+        model: see `load_model`.
+        tokens: of text, all samples together.
+        text: the user's, or None for built-in prose and code.
+
+    Raises:
+        KvskimError: the model can't be loaded, or there is too little text.
+    """
+    console = console or Console()
+    if tokens < LEAST_TOKENS:
+        raise KvskimError(f"--tokens is {tokens}; it must be at least {LEAST_TOKENS}")
+    with console.status("Loading the model"):
+        loaded, tokenizer = load_model(model, device=device)
+    samples = calibration_ids(tokenizer, tokens, text)
+    if sum(map(len, samples)) < LEAST_TOKENS:
+        raise KvskimError(f"the text has {sum(map(len, samples))} tokens; a calibration needs at least {LEAST_TOKENS}: give a longer one")
+    host = enable(loaded, config)
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    sessions = []
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("Reading text", total=sum(map(len, samples)))
+        for ids in samples:
+            session = Session(loaded)
+            session.prefill(ids, lambda count: progress.advance(task, count))
+            sessions.append(session)
+        fitting = progress.add_task("Fitting layers", total=sum(layer.dense_reason is None for layer in host.layers()))
+        calibration = host.fit_calibration(
+            [session.cache for session in sessions], progress=lambda name: progress.advance(fitting), mode_shrink=OTHER_TEXT_SHRINK
+        )
+    calibration.save(output)
+    console.print(f"Wrote {output}: {len(calibration.layers)} layers of {calibration.model}, {output.stat().st_size / 2**20:.1f} MiB.")
+    console.print(f"Use it with the setting calibration={output}", style="dim")

@@ -1,0 +1,227 @@
+"""The sketch score kernels on a GPU: CUDA (Hopper) and Triton against a float64 reference on fresh random inputs with poisoned outputs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvskim.layout import padded_group
+from kvskim.ops import score as op
+from kvskim.selectors.sketch import Sketch
+from sketch_cases import SketchCase, compare
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from kvskim.ops.cuda.library import availability
+
+AVAILABLE, REASON = availability()
+KERNELS = [pytest.param("cuda", marks=pytest.mark.skipif(not AVAILABLE, reason=REASON)), "triton"]
+cuda_only = pytest.mark.skipif(not AVAILABLE, reason=REASON)
+DEVICE = "cuda"
+
+
+def multiprocessors() -> int:
+    return torch.cuda.get_device_properties(DEVICE).multi_processor_count
+
+
+def make_case(kernels: str, **settings: Any) -> SketchCase:
+    lengths, heads, group = settings["lengths"], settings.get("heads", 2), settings.get("group", 4)
+    capacity = max(1, -(-max(lengths) // 16)) + 3
+    settings.setdefault("chunks", op.chunk_count(len(lengths), heads, group, capacity, multiprocessors(), kernels))
+    return SketchCase(**settings, device=DEVICE)
+
+
+def run(case: SketchCase, kernels: str, scratch: Any = None, out: dict[str, Tensor] | None = None, overlap: bool = False) -> dict[str, Tensor]:
+    out = case.outputs() if out is None else out
+    op.score(
+        Sketch(case.record_bytes), case.tables, **case.inputs, **case.settings(), **out, scratch=scratch or case.scratch(), kernels=kernels,
+        overlap=overlap,
+    )
+    return out
+
+
+def kernel_weights(case: SketchCase, scratch: Tensor) -> Tensor:
+    """The int8 weights that the preparation kernel wrote, in slot order, ``[R, H, G, slots]``; layout as in score_sketch.cuh."""
+    layout, columns = case.tables.layout, padded_group(case.group)
+    requests, tile = len(case.lengths), min(columns, 8)
+    raw = scratch[: requests * case.heads * columns * 1024].view(torch.int8)
+    raw = raw.view(requests, case.heads, columns // tile, 16, tile, 4, 2, 2, 4)  # product / 2, column, q, product % 2, half, byte
+    products = [
+        (mode, (word - layout.word_start[mode]) // 2)
+        for parity in (0, 1) for word in range(0, 16, 2) for position in (3, 2, 1, 0) for mode in range(parity, 16, 2)
+        if layout.position[mode] == position and 0 <= word - layout.word_start[mode] < 2 * layout.half_rows[mode]
+    ]
+    weights = torch.zeros(requests, case.heads, columns, 1024, device=raw.device)
+    for n, (mode, half_row) in enumerate(products):
+        part = raw[:, :, :, n // 2, :, :, n % 2].permute(0, 1, 2, 3, 5, 4, 6).reshape(requests, case.heads, columns, 32)
+        start = layout.mode_start[mode] + 32 * half_row
+        weights[..., start : start + 32] = part.float()
+    return weights[:, :, : case.group]
+
+
+LENGTHS = [0, 1, 15, 16, 17, 33, 255, 256, 257, 4000, 20000]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("group", range(1, 17))
+def test_every_group(kernels: str, group: int) -> None:
+    case = make_case(kernels, lengths=LENGTHS, group=group, dim=128, seed=group, layout=("tokens", "heads", "interleaved")[group % 3])
+    assert compare(case, run(case, kernels), score_tolerance=0.03) == []
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256, 576])
+def test_every_head_dim(kernels: str, dim: int, dtype: torch.dtype) -> None:
+    generator = random.Random(dim)
+    lengths = [generator.choice(LENGTHS) for _ in range(5)] + [777]
+    case = make_case(kernels, lengths=lengths, heads=1 if dim == 576 else 3, group=16 if dim == 576 else 7, dim=dim, dtype=dtype, block_size=64, seed=dim)
+    assert compare(case, run(case, kernels), score_tolerance=0.03) == []
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("float8", [False, True], ids=["", "float8"])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_blocks_windows_softcap(kernels: str, block_size: int, float8: bool) -> None:
+    for seed, (sink, window, softcap, layout) in enumerate([(0, 1, 0.0, "heads"), (1, 1, 30.0, "tokens"), (3, 9, 0.0, "interleaved"), (40, 70, 5.0, "tokens")]):
+        case = make_case(
+            kernels, lengths=[0, 5, 100, 1600, 5000], group=4, dim=64, block_size=block_size, float8=float8, sink_pages=sink, window_pages=window,
+            softcap=softcap, layout=layout, seed=seed,
+        )
+        assert compare(case, run(case, kernels), score_tolerance=0.03) == [], (sink, window, softcap, layout)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("group", [3, 8, 12])
+def test_many_requests(kernels: str, group: int) -> None:
+    generator = random.Random(group)
+    lengths = [generator.choice([0, 1, 16, 17, 100, 300, 3000]) for _ in range(200)]
+    case = make_case(kernels, lengths=lengths, heads=4, group=group, dim=128, dtype=torch.float16 if group == 8 else torch.bfloat16, seed=group)
+    assert compare(case, run(case, kernels), score_tolerance=0.03) == []
+
+
+@pytest.mark.parametrize("record_bytes", [128, 192, 384])
+def test_other_record_sizes(record_bytes: int) -> None:
+    case = make_case("triton", lengths=[0, 17, 3000], group=5, dim=128, record_bytes=record_bytes)
+    assert compare(case, run(case, "triton"), score_tolerance=0.03) == []
+
+
+@cuda_only
+@pytest.mark.parametrize("group", [1, 4, 5, 8, 11, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_scores_follow_the_rounded_weights(group: int, dtype: torch.dtype) -> None:
+    """Against the kernel's own int8 weights the scores are exact up to float16; the weights differ from the reference's by ties only."""
+    case = make_case("cuda", lengths=[0, 40, 9000], group=group, dim=128, dtype=dtype, seed=group)
+    scratch = case.scratch()
+    out = run(case, "cuda", scratch)
+    weights = kernel_weights(case, scratch.sketch_weights)
+    rounded, scales = case.rounded_weights()
+    live = [r for r in range(3) if case.scored_pages(r)]
+    difference = (weights[live] - rounded[live]).abs()
+    assert difference.max() <= 1
+    assert (difference > 0).float().mean() < 1e-3
+    assert compare(case, out, score_tolerance=8e-3, weights=(weights, scales)) == []
+
+
+@cuda_only
+def test_four_million_tokens() -> None:
+    case = make_case("cuda", lengths=[4 * 2**20 - 5, 70000], heads=1, group=8, dim=64, block_size=128)
+    out = run(case, "cuda")
+    rounded, scales = case.rounded_weights()
+    for r in range(2):
+        pages = case.scored_pages(r)
+        written = out["scores"][r, :, :pages].float()
+        assert written.isfinite().all()
+        assert out["scores"][r, :, pages:].isnan().all()
+        sample = torch.randint(0, pages, (4000,), device=DEVICE)
+        sample[:2] = torch.tensor([0, pages - 1])
+        wanted = case.expected_scores(r, rounded, scales, sample)
+        assert (written[:, sample, :8].double() - wanted).abs().max() < 0.03
+        terms = (written[:, 1:, :8].double() - out["forced"][r, :, None, :8].double()).clamp_max(83).exp().sum(1)
+        sums = out["partials"][r, :, :, :8].double()
+        sums = sums[:, : -(-pages // 16)].sum(1)
+        assert ((sums - terms).abs() / terms).max() < 5e-3
+
+
+@cuda_only
+@pytest.mark.parametrize("group", [4, 8, 16])
+def test_graph_with_overlapped_launches_equals_eager(group: int) -> None:
+    """Twenty layers back to back, each launch allowed to begin before the one ahead has ended, with one scratch for all."""
+    cases = [make_case("cuda", lengths=[3000, 0, 17, 9000], group=group, dim=128, seed=s) for s in range(20)]
+    scratch = cases[0].scratch()
+    wanted = [run(case, "cuda", case.scratch()) for case in cases]
+    got = [case.outputs() for case in cases]
+    for case, out in zip(cases, got):
+        run(case, "cuda", scratch, out, overlap=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for case, out in zip(cases, got):
+            run(case, "cuda", scratch, out, overlap=True)
+    for _ in range(3):
+        for out in got:
+            for tensor in out.values():
+                tensor.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for index, (a, b) in enumerate(zip(got, wanted)):
+            for name in a:
+                assert torch.equal(a[name].nan_to_num(-7.0), b[name].nan_to_num(-7.0)), f"{name} of layer {index} differs"
+
+
+@cuda_only
+def test_graph_follows_the_lengths() -> None:
+    case = make_case("cuda", lengths=[5000, 3000, 8000], group=4, dim=128)
+    scratch, out = case.scratch(), case.outputs()
+    run(case, "cuda", scratch, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(case, "cuda", scratch, out)
+    case.lengths = [0, 2999, 17]
+    case.inputs["seq_lens"].copy_(torch.tensor(case.lengths, dtype=torch.int32))
+    for tensor in out.values():
+        tensor.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert compare(case, out, score_tolerance=0.03) == []
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_nan_query_selects_instead_of_hiding(kernels: str) -> None:
+    case = make_case(kernels, lengths=[5000], group=4, dim=128)
+    case.inputs["query"][0, 1] = torch.nan
+    out = run(case, kernels)
+    pages = case.scored_pages(0)
+    assert (out["scores"][0, 0, :pages, 1].float() >= 60_000).all()
+    assert (out["scores"][0, 0, :pages, 0].float() < 60_000).all()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_huge_logits_stay_finite(kernels: str) -> None:
+    case = make_case(kernels, lengths=[2000], group=8, dim=128)
+    case.inputs["query"] *= 3e4
+    out = run(case, kernels)
+    pages = case.scored_pages(0)
+    assert out["scores"][0, :, :pages].float().abs().max() <= 60_000
+    assert not out["partials"][0, :, : -(-pages // 16)].isnan().any()
+
+
+def test_operators_have_fake_implementations() -> None:
+    from kvskim.ops.cuda.score_sketch import score_sketch
+
+    if not AVAILABLE:
+        pytest.skip(REASON)
+    case = make_case("cuda", lengths=[500], group=4, dim=128)
+    scratch, out = case.scratch(), case.outputs()
+    run(case, "cuda", scratch, out)
+    arguments = (
+        case.inputs["records"], case.inputs["block_table"], case.inputs["seq_lens"], scratch.sketch_weights, out["forced"], out["scores"],
+        out["partials"], case.group, case.block_size, case.sink_pages, case.window_pages, 0,
+    )
+    torch.library.opcheck(score_sketch, arguments, test_utils=("test_schema", "test_faketensor"))

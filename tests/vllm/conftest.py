@@ -1,0 +1,18 @@
+"""Tests of the vLLM engine on a CPU. Where vLLM is not installed, a small stand-in takes its place (tests/vllm/standin)."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def _vllm_is_installed() -> bool:
+    spec = importlib.util.find_spec("vllm")
+    # A folder named vllm somewhere on the path is no package: it has no origin.
+    return spec is not None and spec.origin is not None
+
+
+if not _vllm_is_installed():
+    sys.path.insert(0, str(HERE / "standin"))
+sys.path.insert(0, str(HERE))

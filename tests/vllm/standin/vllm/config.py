@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+_current: list[VllmConfig] = []
+
+
+class CUDAGraphMode(Enum):
+    NONE = 0
+    FULL_AND_PIECEWISE = 3
+
+
+@dataclass
+class ModelConfig:
+    model: str = "stand-in"
+    dtype: torch.dtype = torch.bfloat16
+    max_model_len: int = 1024
+    is_hybrid: bool = False
+    runner_type: str = "generate"
+    total_kv_heads: int = 2
+    head_size: int = 64
+    hf_config: Any = field(default_factory=lambda: SimpleNamespace(to_dict=lambda: {"model_type": "stand-in"}))
+
+    def get_total_num_kv_heads(self) -> int:
+        return self.total_kv_heads
+
+    def get_head_size(self) -> int:
+        return self.head_size
+
+
+@dataclass
+class CacheConfig:
+    block_size: int = 16
+    cache_dtype: str = "auto"
+    user_specified_block_size: bool = False
+
+
+@dataclass
+class ParallelConfig:
+    decode_context_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+
+
+@dataclass
+class SchedulerConfig:
+    max_num_seqs: int = 8
+    disable_hybrid_kv_cache_manager: bool = False
+
+
+@dataclass
+class CompilationConfig:
+    static_forward_context: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class AttentionConfig:
+    backend: Any = None
+
+
+@dataclass
+class VllmConfig:
+    model_config: ModelConfig = field(default_factory=ModelConfig)
+    cache_config: CacheConfig = field(default_factory=CacheConfig)
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+    attention_config: AttentionConfig = field(default_factory=AttentionConfig)
+    speculative_config: Any = None
+    additional_config: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def set_current_vllm_config(config: VllmConfig):
+    _current.append(config)
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def get_current_vllm_config() -> VllmConfig:
+    return _current[-1]

@@ -1,0 +1,3 @@
+from typing import Any
+
+_ROPE_DICT: dict[tuple, Any] = {}
