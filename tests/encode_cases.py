@@ -127,9 +127,8 @@ class EncodeCase:
             return found
         if self.selector_name == "sketch":
             found += sketch_problems(actual[done], wanted[done], self.tables.to("cpu"))
-        elif self.selector_name == "minmax":
-            if not torch.equal(actual, wanted):
-                found.append(f"{int((actual != wanted).sum())} bytes of bounds differ")
+        elif self.selector_name == "minmax" and not torch.equal(actual, wanted):
+            found.append(f"{int((actual != wanted).sum())} bytes of bounds differ")
         if self.selector_name == "mean" and float((actual != wanted).float().mean()) > 0.005:
             found.append("codes of means differ")
         tables = self.tables.to("cpu")
@@ -171,7 +170,7 @@ def slot_lists(case: EncodeCase) -> dict[str, list[int]]:
     last = [p * 16 + 15 for p in torch.randperm(case.pages, generator=g).tolist()]
     return {
         "empty": [], "padding": [-1] * 5, "one": [last[0]], "not the last": [last[0] - 1], "15 tokens": request[:15], "16 tokens": request[:16],
-        "17 tokens": request[:17], "chunk": request[5:39], "prompt": request + [-1, -1], "decode, all complete": last,
+        "17 tokens": request[:17], "chunk": request[5:39], "prompt": [*request, -1, -1], "decode, all complete": last,
         "decode, none completes": [s - 1 - i % 15 for i, s in enumerate(last)], "decode, mixed": [s - i % 2 for i, s in enumerate(last)] + [-1],
         "beyond the records": [last[0], case.pages * 16 + 15, (1 << 40) * 16 + 15],
     }

@@ -57,9 +57,10 @@ def test_large_logits(kernels: str, softcap: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("lengths", [[20000], [5000, 1, 0, 30000], [33] * 300], ids=["one", "ragged", "many"])
+@pytest.mark.parametrize("lengths", [[20000], [5000, 1, 0, 30000], [33] * 300, [8000, 16] + [20] * 138], ids=["one", "ragged", "many", "unsplit"])
 @pytest.mark.parametrize("select", ["identity", "with_open"])
 def test_splits_and_long_requests(kernels: str, lengths: list[int], select: str) -> None:
+    """From one request over the whole GPU to a batch that fills it, where a warp looks up more than a hundred pages."""
     case = gpu_case(lengths, select=select, heads=2, dim=128)
     check(case, run(case, kernels))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,19 @@ class Request:
     seed: int
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(seed: int, layer: int, kind: str, num_kv_heads: int, group: int, head_size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * layer + {"query": 1, "key": 2, "value": 3}[kind])
+    heads = num_kv_heads * (group if kind == "query" else 1)
+    table = torch.randn(MAX_TOKENS, heads, head_size, generator=generator)
+    if kind == "query":
+        # Each query looks for one earlier token, so that few pages carry the mass.
+        keys = _table(seed, layer, "key", num_kv_heads, group, head_size).repeat_interleave(group, 1)
+        wanted = torch.randint(0, 1 << 30, (MAX_TOKENS,), generator=generator) % torch.arange(1, MAX_TOKENS + 1)
+        table = 0.3 * table + 2.5 * keys[wanted]
+    return table
 
 
 class MiniEngine:
@@ -86,15 +100,7 @@ class MiniEngine:
 
     def tokens(self, seed: int, layer: int, kind: str, first: int, count: int) -> torch.Tensor:
         """Queries, keys or values of tokens ``first ..`` of the text ``seed``: ``[count, heads, D]``."""
-        heads = self.num_kv_heads * (self.group if kind == "query" else 1)
-        generator = torch.Generator().manual_seed(1000 * seed + 10 * layer + {"query": 1, "key": 2, "value": 3}[kind])
-        table = torch.randn(MAX_TOKENS, heads, self.head_size, generator=generator)
-        if kind == "query":
-            # Queries look for one page each, so that few pages carry the mass.
-            keys = self.tokens(seed, layer, "key", 0, MAX_TOKENS).repeat_interleave(self.group, 1)
-            wanted = torch.randint(0, 1 << 30, (MAX_TOKENS,), generator=generator) % torch.arange(1, MAX_TOKENS + 1)
-            table = 0.3 * table + 1.5 * keys[wanted]
-        return table[first : first + count]
+        return _table(seed, layer, kind, self.num_kv_heads, self.group, self.head_size)[first : first + count]
 
     def grow(self, request: Request, count: int) -> None:
         while len(request.blocks) * self.block_size < request.computed + count:
@@ -114,7 +120,7 @@ class MiniEngine:
         scheduled = sorted(scheduled, key=lambda item: item[1])
         for request, count in scheduled:
             self.grow(request, count)
-        common, rows = self._common(scheduled, pad_rows, dummy)
+        common = self._common(scheduled, pad_rows, dummy)
         metadata = self.builder.build(0, common)
         total = sum(count for _, count in scheduled)
         width = total + pad_rows
@@ -136,11 +142,9 @@ class MiniEngine:
         for request, count in scheduled:
             request.computed += count
         self.metadata = metadata
-        self.scheduled = [request for request, _ in scheduled]
-        del rows
         return outputs
 
-    def _common(self, scheduled: list[tuple[Request, int]], pad_rows: int, dummy: bool) -> tuple[CommonAttentionMetadata, int]:
+    def _common(self, scheduled: list[tuple[Request, int]], pad_rows: int, dummy: bool) -> CommonAttentionMetadata:
         rows = len(scheduled) + pad_rows
         lengths = [request.computed + count for request, count in scheduled] + [0] * pad_rows
         starts = [0]
@@ -157,12 +161,11 @@ class MiniEngine:
         slots = [-1] * len(slots) if dummy else slots
         slots += [-1] * pad_rows
         start_tensor = torch.tensor(starts, dtype=torch.int32)
-        common = CommonAttentionMetadata(
+        return CommonAttentionMetadata(
             query_start_loc=start_tensor, query_start_loc_cpu=start_tensor.clone(), seq_lens=torch.tensor(lengths, dtype=torch.int32), num_reqs=rows,
             num_actual_tokens=total + pad_rows, max_query_len=max(n for _, n in scheduled), max_seq_len=max(lengths), block_table_tensor=table,
             slot_mapping=torch.tensor(slots, dtype=torch.int64),
         )
-        return common, rows
 
     def expected(self, request: Request, layer: int, first: int, count: int, softcap: float = 0.0) -> torch.Tensor:
         """Full attention of tokens ``first ..`` of a request in float64, from the tables and not from the cache."""

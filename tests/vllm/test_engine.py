@@ -57,7 +57,7 @@ def test_all_pages_selected_is_full_attention(block_size, softcap):
 
 
 def test_decode_rows_attend_few_pages_and_the_right_ones():
-    engine = MiniEngine(FEW)
+    engine = MiniEngine({**FEW, "selector": "rki4"})
     request = Request(3)
     engine.step([(request, 640)])
     for _ in range(5):

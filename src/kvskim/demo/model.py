@@ -8,8 +8,9 @@ GGUF support, which needs the packages ``gguf`` and ``accelerate``.
 from __future__ import annotations
 
 import importlib.util
+import io
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,10 @@ def demo_model_file() -> Path:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' progress bars and notices inside the block, so that a command prints only its own lines."""
+    """Silence transformers' progress bars and notices inside the block, so that a command prints only its own lines.
+
+    The bar of the GGUF reader knows no switch: standard error is held back. Exceptions pass.
+    """
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
@@ -63,7 +67,8 @@ def quiet_transformers() -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     gguf_logger.setLevel(logging.ERROR)
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         transformers_logging.set_verbosity(verbosity)
         if bars:

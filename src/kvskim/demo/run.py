@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from torch import Tensor
 
 from kvskim.config import SkimConfig
 from kvskim.demo.model import MODEL_NAME, load_model, require_packages
@@ -211,4 +210,3 @@ def _size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-__all__ = ["DemoResult", "Tensor", "run_demo"]

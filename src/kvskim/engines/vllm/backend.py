@@ -61,14 +61,14 @@ class SkimFlashAttentionBackend(SkimBackend):
         """As for ``CUSTOM``; says so where vLLM prefers another backend on this GPU by itself."""
         reasons = super().validate_configuration(*args, **kwargs)
         capability = kwargs.get("device_capability")
-        if capability is not None and capability.major == 10 and get_current_vllmeffective_config().attention_config.backend is None:
+        if capability is not None and capability.major == 10 and get_current_vllm_config().attention_config.backend is None:
             warn_once("vLLM prefers FlashInfer on this GPU, so attention is NOT sparse: add --attention-backend CUSTOM")
         return reasons
 
 
 def effective_config() -> SkimConfig:
     """The configuration of the engine that vLLM is building."""
-    additional = get_current_vllmeffective_config().additional_config
+    additional = get_current_vllm_config().additional_config
     return load_config(additional.get("kvskim") if isinstance(additional, dict) else None).config
 
 

@@ -92,6 +92,7 @@ class Calibrator:
         self._captured = 0
         self._keys: dict[str, Tensor] = {}
         self._queries: dict[str, Tensor] = {}
+        self._planned: tuple[tuple[Segment, ...], int] = (), 0
         self._fitted: list[Any] = []
         self._seconds = 0.0
 
@@ -112,16 +113,22 @@ class Calibrator:
             return f"{self._captured} of {CAPTURE_TOKENS} tokens captured"
         return f"{len(self._fitted)} of {len(self._layers)} layers fitted"
 
-    def plan(self, common: Any) -> tuple[Segment, ...]:
-        """The tokens of this step to capture, from vLLM's common metadata of the step."""
+    def plan(self, common: Any) -> None:
+        """Choose the tokens of this step to capture, from vLLM's common metadata of the step."""
+        self._planned = (), common.num_actual_tokens
         if self._captured >= CAPTURE_TOKENS or common.max_query_len < SHORTEST_ROW or not self._keys:
-            return ()
+            return
         segments = plan_segments(common.query_start_loc_cpu[: common.num_reqs + 1].tolist(), self._captured, CAPTURE_TOKENS)
         # vLLM's dummy runs have no slots. This waits for the GPU, in the few prefill steps that are captured and in no other.
         if not segments or bool((common.slot_mapping[: segments[-1].start + 1] < 0).any()):
-            return ()
+            return
         self._captured = segments[-1].target + segments[-1].count
-        return segments
+        self._planned = segments, common.num_actual_tokens
+
+    def planned(self, common: Any) -> tuple[Segment, ...]:
+        """What `plan` chose, if it was for a step of as many tokens as this one: layers of another kind have metadata of their own."""
+        segments, tokens = self._planned
+        return segments if tokens == common.num_actual_tokens else ()
 
     def capture(self, layer: LayerState, query: Tensor, key: Tensor, segments: Sequence[Segment]) -> None:
         """Copy the keys ``[T, H, D]`` and queries ``[T, Hq, D]`` of the segments aside."""

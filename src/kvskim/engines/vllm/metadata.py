@@ -67,10 +67,7 @@ class SkimMetadataBuilder(FlashAttentionMetadataBuilder):
         decode_rows = self._decode_rows(common)
         if decode_rows:
             state.last_lengths = common.seq_lens[:decode_rows]
-        capture: tuple[Segment, ...] = ()
-        if not fast_build and state.calibrator is not None:
-            state.calibrator.advance(state)
-            capture = state.calibrator.plan(common)
+        capture = () if fast_build else self._capture(state, common)
         rest = None
         if 0 < decode_rows < common.num_reqs:
             rest = super().build(0, _rows_from(common, decode_rows), fast_build)
@@ -81,6 +78,14 @@ class SkimMetadataBuilder(FlashAttentionMetadataBuilder):
         unused = self._all_sparse and decode_rows > 0
         whole = super().build(common_prefix_len, common, fast_build or unused)
         return SkimMetadata(**vars(whole), decode_rows=decode_rows, rest=rest, capture=capture)
+
+    def _capture(self, state: SkimState, common: CommonAttentionMetadata) -> tuple[Segment, ...]:
+        """Let calibration do its work of this step: the builder of the first sparse layer does it for all."""
+        if state.calibrator is not None and next(iter(state.layers)) in self.layer_names:
+            state.calibrator.advance(state)
+            if state.calibrator is not None:
+                state.calibrator.plan(common)
+        return () if state.calibrator is None else state.calibrator.planned(common)
 
     @staticmethod
     def _decode_rows(common: CommonAttentionMetadata) -> int:

@@ -7,7 +7,7 @@
 //   partials: requests * heads * splits * group * (dim + 2) floats, 16-byte aligned (not used when splits is 1),
 //   tickets: requests * heads unsigned, zero before the first launch; every launch leaves them zero.
 // query_type and cache_type are ElementType; cache_type equals query_type or is e4m3. At most `splits` CTAs share a (request, kv head), and
-// no more than its count needs at pages_per_split pages each (pages_per_split >= 4, so that no warp of a split's first is idle).
+// no more than its count needs at pages_per_split pages each.
 extern "C" int kvskim_attend(const void* query, int64_t query_request_stride, int64_t query_head_stride, const void* key_cache,
                              int64_t key_block_stride, int64_t key_token_stride, int64_t key_head_stride, const void* value_cache,
                              int64_t value_block_stride, int64_t value_token_stride, int64_t value_head_stride, const int* block_table,

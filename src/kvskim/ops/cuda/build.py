@@ -180,19 +180,22 @@ def compile_objects(directory: Path, nvcc: Path, arch: str = "sm_90a") -> tuple[
     return [target for target, _ in results], "\n".join(log for _, log in results)
 
 
-def build_library(arch: str = "sm_90a", output_directory: Path | None = None, progress: Progress | None = None) -> Path:
+def build_library(
+    arch: str = "sm_90a", output_directory: Path | None = None, progress: Progress | None = None, *, fresh: bool = False
+) -> Path:
     """Path of the library; compiles it when no intact one of these sources exists.
 
     Args:
         arch: ``sm_90a`` (Hopper).
         output_directory: where to look and to write; the versioned user cache when None.
         progress: called with one line of text when something takes long.
+        fresh: compile even if there is one; for a library that can't be loaded.
 
     Raises:
         BuildError: no nvcc, a source does not compile, or the folder can't be written.
     """
     say: Progress = progress or (lambda line: None)
-    existing = find_library(arch, output_directory)
+    existing = None if fresh else find_library(arch, output_directory)
     if existing is not None:
         return existing
     nvcc = find_nvcc()
@@ -201,7 +204,7 @@ def build_library(arch: str = "sm_90a", output_directory: Path | None = None, pr
     directory = _writable(_directory(output_directory))
     target = directory / _library_name(arch, nvcc)
     with _lock(target.with_suffix(".lock"), say):
-        if not is_intact(target, source_hash(arch)):
+        if fresh or not is_intact(target, source_hash(arch)):
             started = time.monotonic()
             say(f"compiling {len(sources())} CUDA sources for {arch} into {directory} (once per machine)")
             compile_library(target, nvcc, arch)

@@ -36,11 +36,15 @@ def load() -> ctypes.CDLL:
     Raises:
         BuildError: it can't be found, compiled or loaded.
     """
-    path = build_library()
     try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"the CUDA library {path} can't be loaded: {error}; delete it to have it built again") from error
+        library = ctypes.CDLL(str(build_library()))
+    except OSError:
+        # Whole, but made on another system (a newer C library, say): one made here will load.
+        path = build_library(fresh=True)
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BuildError(f"the CUDA library {path} can't be loaded: {error}") from error
     library.kvskim_error_string.argtypes = [ctypes.c_int]
     library.kvskim_error_string.restype = ctypes.c_char_p
     return library

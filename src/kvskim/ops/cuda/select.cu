@@ -66,11 +66,12 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     wait_previous_kernel();
 
     const int row = blockIdx.x / p.cluster;
-    const int total_pages = (max(p.seq_lens[row / p.heads], 0) + kPageTokens - 1) / kPageTokens;
+    const int seq_len = p.seq_lens[row / p.heads], ready = *p.ready;  // both on their way before either is used
+    const int total_pages = (max(seq_len, 0) + kPageTokens - 1) / kPageTokens;
     const int candidates = min(total_pages - p.window, p.page_capacity) - p.sink;
     const int most = min(candidates, p.limit);
     const int budget = p.rule == BUDGET ? min(budget_of(p, total_pages), most) : -1;
-    const bool whole = total_pages == 0 || candidates <= p.min_pages || budget == candidates || *p.ready == 0;
+    const bool whole = total_pages == 0 || candidates <= p.min_pages || budget == candidates || ready == 0;
     Place place = {static_cast<int>(blockIdx.x) % p.cluster, 1};
     if (whole) {
         if (place.rank == 0 && threadIdx.x == 0) {

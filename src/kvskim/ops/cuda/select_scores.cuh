@@ -93,6 +93,7 @@ template <int GROUP, int THREADS>
 __device__ void reduce_partials(Shared<THREADS / 32>& shared, const float* partials, const float* forced, int chunks) {
     constexpr int WARPS = THREADS / 32;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const float own_forced = warp < GROUP && lane == 0 ? forced[warp] : 0.0f;
     float sum = 0.0f;
     for (int i = threadIdx.x; i < chunks * GROUP; i += THREADS) sum += partials[i];
 #pragma unroll
@@ -103,7 +104,7 @@ __device__ void reduce_partials(Shared<THREADS / 32>& shared, const float* parti
         sum = warp_sum(lane < WARPS ? shared.partial[lane][warp] : 0.0f);
         if (lane == 0) {
             shared.share[warp] = 1.0f / (1.0f + sum);
-            shared.forced[warp] = forced[warp];
+            shared.forced[warp] = own_forced;
         }
     }
     __syncthreads();

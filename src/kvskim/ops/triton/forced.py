@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,13 +9,15 @@ from torch import Tensor
 from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.triton.page_loads import CHANNELS
 
+
 @triton.jit
 def soft_capped(x, softcap):
     """``softcap tanh(x / softcap)`` with tanh(y) = 1 - 2 / (exp(2 y) + 1), exact at both infinities."""
     return softcap * (1.0 - 2.0 / (tl.exp(2.0 * (x / softcap)) + 1.0))
 
 
-@triton.jit
+# Sizes of a batch are not specialised: one compilation serves every batch.
+@triton.jit(do_not_specialize=["table_stride", "sink_pages", "window_pages"])
 def _forced_kernel(
     query, key_cache, block_table, seq_lens, offset, forced, base,
     query_stride_r, query_stride_h, key_stride_b, key_stride_t, key_stride_h, table_stride,

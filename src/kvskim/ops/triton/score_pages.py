@@ -95,7 +95,8 @@ def _keys_score(record, live, query_row, in_group, scale, HEAD_DIM: tl.constexpr
     return peak + tl.log(mass)
 
 
-@triton.jit
+# Sizes of a batch are not specialised: one compilation serves every batch and length.
+@triton.jit(do_not_specialize=["table_stride", "scores_stride_r", "scores_stride_h", "chunks", "sink_pages", "window_pages"])
 def _score_kernel(
     query, records, block_table, seq_lens, base, forced, scores, partials,
     query_stride_r, query_stride_h, table_stride, scores_stride_r, scores_stride_h, chunks, scale, sink_pages, window_pages,

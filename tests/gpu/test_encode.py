@@ -1,0 +1,161 @@
+"""The encode kernels on a GPU, CUDA and Triton, against the torch reference on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from encode_cases import LAYOUTS, POISON, EncodeCase, slot_lists
+from kvskim.ops.cuda.library import availability
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+on_hopper = pytest.mark.skipif(not (torch.cuda.is_available() and availability()[0]), reason="needs the CUDA library and its GPU")
+KERNELS = [pytest.param("cuda", marks=on_hopper), "triton"]
+FLOAT8 = torch.float8_e4m3fn
+DTYPES = [torch.bfloat16, torch.float16, FLOAT8]
+PAGE_SELECTORS: list[tuple[str, dict[str, Any]]] = [
+    ("mean", {}), ("minmax", {}), ("minmax", {"bits": 4}), ("r8", {}), ("r8", {"rank": 16}), ("rki4", {}), ("rki4", {"rank": 2}), ("quad", {}),
+    ("quad", {"bits": 8}), ("clse", {}),
+]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", slot_lists(EncodeCase()))
+@pytest.mark.parametrize("selector", ["sketch", "rki4"])
+def test_every_kind_of_step(selector: str, name: str, kernels: str) -> None:
+    if name == "beyond the records" and selector != "sketch" and kernels == "triton":
+        pytest.skip("the Triton page kernels trust slot_mapping")
+    case = EncodeCase(selector, dim=128, heads=3, blocks=40, block_size=32, device="cuda")
+    slots = slot_lists(case)[name]
+    case.run(slots, kernels)
+    assert case.problems(slots) == []
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256, 576])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sketch_shapes_dtypes_and_strides(layout: str, dim: int, dtype: torch.dtype, kernels: str) -> None:
+    block_size = {"tokens": 16, "heads": 64, "interleaved": 128}[layout]
+    case = EncodeCase(dim=dim, dtype=dtype, layout=layout, block_size=block_size, blocks=320 // block_size + 1, seed=dim, device="cuda")
+    slots = slot_lists(case)["prompt"]
+    case.run(slots, kernels)
+    assert case.problems(slots) == []
+
+
+@on_hopper
+@pytest.mark.parametrize(("heads", "pages"), [(8, 1100), (1, 400), (160, 200)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_windows_of_every_size(dim: int, heads: int, pages: int) -> None:
+    """Many tokens and heads: windows of 16 to 1024 slots, in which some or all slots complete a page, and several chunks of pages."""
+    case = EncodeCase(dim=dim, heads=heads, block_size=16, blocks=pages, device="cuda")
+    for name in ("prompt", "decode, all complete"):
+        case.records.fill_(POISON)
+        slots = slot_lists(case)[name]
+        case.run(slots, "cuda")
+        assert case.problems(slots) == [], name
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128, 576])
+@pytest.mark.parametrize(("selector", "options"), PAGE_SELECTORS, ids=str)
+def test_page_selectors(selector: str, options: dict[str, Any], dim: int, dtype: torch.dtype, kernels: str) -> None:
+    case = EncodeCase(selector, options, dim=dim, dtype=dtype, block_size=32, blocks=9, seed=dim, device="cuda")
+    slots = slot_lists(case)["prompt"]
+    case.run(slots, kernels)
+    assert case.problems(slots) == []
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("selector", ["sketch", "mean", "minmax", "rki4", "quad", "clse"])
+def test_fault_04_large_constant_channels_do_not_drown_the_rest(selector: str, kernels: str) -> None:
+    case = EncodeCase(selector, dim=128, bias=300.0, block_size=16, blocks=20, device="cuda")
+    slots = slot_lists(case)["prompt"]
+    case.run(slots, kernels)
+    assert case.problems(slots) == []
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("selector", "options"), PAGE_SELECTORS, ids=str)
+def test_degenerate_pages(selector: str, options: dict[str, Any], kernels: str) -> None:
+    """Equal keys, keys on a line, tiny keys; and keys that are not finite, whose score must be NaN, so that the page is selected."""
+    case = EncodeCase(selector, options, dim=128, block_size=16, blocks=6, device="cuda")
+    keys = case.key_cache
+    keys[0] = keys[0, :1]
+    keys[1] = keys[1, :1] * torch.linspace(-1, 1, 16, device="cuda", dtype=keys.dtype)[:, None, None]
+    keys[2] = case.tables.offset + 1e-3 * torch.randn_like(keys[2].float())
+    keys[4, 7, 0, 3] = torch.nan
+    keys[5, 2, 1, 100] = torch.inf
+    slots = list(range(6 * 16))
+    case.run(slots, kernels)
+    queries, tables = case.queries(), case.tables.to("cpu")
+    actual, wanted = (case.selector.score(queries, r, tables) for r in (case.records.cpu(), case.expected(slots)))
+    assert bool(actual[:, 0, 4].isnan().all())
+    assert bool(actual[:, 1, 5].isnan().all())
+    torch.testing.assert_close(actual[:, :, :4], wanted[:, :, :4], atol=0.08, rtol=0.01)
+    assert bool(torch.equal(actual.isnan(), wanted.isnan()))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("selector", ["sketch", "rki4", "minmax"])
+def test_fault_01_a_page_is_recorded_only_after_its_last_token_was_written(selector: str, kernels: str) -> None:
+    case = EncodeCase(selector, dim=128, blocks=2, device="cuda")
+    final = case.key_cache.clone()
+    case.key_cache.fill_(torch.nan)
+    for t in range(16):
+        assert bool((case.records == POISON).all()), f"recorded after {t} tokens"
+        case.key_cache[1, t] = final[1, t]
+        case.run([16 + t], kernels)
+    assert case.problems([31]) == []
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("selector", ["sketch", "rki4"])
+def test_replays_in_a_graph_with_other_slots_and_keys(selector: str, kernels: str) -> None:
+    """Block reuse under a CUDA graph: the same launch, other slots, rewritten pages."""
+    from kvskim.ops.encode import encode
+
+    case = EncodeCase(selector, dim=128, blocks=8, device="cuda")
+    slots = case.slots([15, -1, 40])
+
+    def step() -> None:
+        encode(case.selector, case.tables, case.key_cache, slots, case.records, kernels=kernels)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for row in ([47, 31, 79], [-1, -1, -1], [14, 16, 30], [15, 127, -1]):
+        case.records.fill_(POISON)
+        case.key_cache.copy_(torch.randn_like(case.key_cache.float()) * 1.5)
+        slots.copy_(torch.tensor(row))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert case.problems(row) == [], row
+
+
+@on_hopper
+@pytest.mark.parametrize("selector", ["sketch", "rki4"])
+def test_overlapping_launches_see_the_keys_of_the_kernel_ahead(selector: str) -> None:
+    """With programmatic dependent launch encode starts early; it must still wait for the keys."""
+    from kvskim.ops.encode import encode
+
+    case = EncodeCase(selector, dim=128, blocks=64, device="cuda")
+    slots = slot_lists(case)["prompt"]
+    mapping = case.slots(slots)
+    source = torch.randn_like(case.key_cache.float()).to(case.dtype)
+    torch.cuda.synchronize()
+    for _ in range(10):
+        case.key_cache.zero_()
+        case.key_cache.copy_(source)
+        encode(case.selector, case.tables, case.key_cache, mapping, case.records, kernels="cuda", overlap=True)
+    assert case.problems(slots) == []

