@@ -203,7 +203,7 @@ def test_refusals_are_one_sentence(tmp_path: object) -> None:
     path.write_bytes(bytes(damaged))
     with pytest.raises(CalibrationError, match="damaged file"):
         load_calibration(path)
-    with pytest.raises(CalibrationError, match="was made for the model tiny .* not for other"):
+    with pytest.raises(CalibrationError, match=r"was made for the model tiny .* not for other"):
         calibration.check("other", "xyz", 2, 32)
     with pytest.raises(CalibrationError, match=r"has shape \(2, 32\).*the model has \(4, 32\)"):
         calibration.check("tiny", "abc", 4, 32)
@@ -214,7 +214,7 @@ def test_refusals_are_one_sentence(tmp_path: object) -> None:
         get_selector("sketch", record_bytes=128).tables(2, 32, calibration.layer(0))
     with pytest.raises(ValueError, match="needs a calibration"):
         get_selector("sketch").tables(2, 32)
-    with pytest.raises(CalibrationError, match="folder .* does not exist"):
+    with pytest.raises(CalibrationError, match=r"folder .* does not exist"):
         calibration.save(path.parent / "missing" / "c.safetensors")
     with pytest.raises(CalibrationError, match="needs at least 32 keys"):
         fit_layer(keys[:, :20], queries)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvskim import __version__
+from kvskim import __version__, cli_bench, cli_eval, cli_vllm
 from kvskim.cli_config import config as config_command
 from kvskim.config import ConfigError, load_config
 from kvskim.errors import KvskimError
@@ -25,6 +25,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("config")(config_command)
+app.command("serve", context_settings=cli_vllm.PASS_THROUGH)(cli_vllm.serve)
+app.command("doctor")(cli_vllm.doctor)
+app.command("check")(cli_vllm.check)
+app.add_typer(cli_bench.app, name="bench")
+app.add_typer(cli_eval.app, name="eval")
 
 SelectorOption = Annotated[str | None, typer.Option(help="Record format: sketch, rki4, r8, clse, quad, minmax, mean or oracle.")]
 RuleOption = Annotated[str | None, typer.Option(help="How pages are chosen: threshold, budget or coverage.")]

@@ -15,23 +15,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvskim.config import ConfigError, cache_directory, configured_by, is_disabled, load_config, nvcc_path
+from kvskim.config import cache_directory, configured_by, is_disabled, load_config, nvcc_path
 from kvskim.config_sources import read_settings
+from kvskim.errors import KvskimError
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 ConfigOption = Annotated[str | None, typer.Option("--config", help="Configuration of kvskim: a JSON or YAML file, or inline JSON. Default: KVSKIM_CONFIG.")]
-
-
-def _fail(message: object) -> typer.Exit:
-    typer.echo(f"error: {message}", err=True)
-    return typer.Exit(1)
 
 
 def _vllm_version() -> str:
     try:
         return version("vllm")
     except PackageNotFoundError:
-        raise _fail("vllm is not installed here; install it with: pip install 'kvskim[vllm]'") from None
+        raise KvskimError("vllm is not installed here; install it with: pip install 'kvskim[vllm]'") from None
 
 
 def serve(
@@ -44,16 +40,13 @@ def serve(
     rest = list(context.args)
     backend = _given_backend(rest)
     if backend is not None and backend.upper() != "CUSTOM":
-        raise _fail(f"--attention-backend is {backend!r}; kvskim serve sets it to CUSTOM: leave it out, or use vllm serve")
-    try:
-        if is_disabled():
-            raise _fail("KVSKIM_DISABLE is set; unset it, or use vllm serve")
-        if config is not None:
-            # vLLM's workers are other processes: they read it from there.
-            os.environ["KVSKIM_CONFIG"] = config
-        load_config()
-    except ConfigError as error:
-        raise _fail(error) from None
+        raise KvskimError(f"--attention-backend is {backend!r}; kvskim serve sets it to CUSTOM: leave it out, or use vllm serve")
+    if is_disabled():
+        raise KvskimError("KVSKIM_DISABLE is set; unset it, or use vllm serve")
+    if config is not None:
+        # vLLM's workers are other processes: they read it from there.
+        os.environ["KVSKIM_CONFIG"] = config
+    load_config()
     backend_arguments = [] if backend is not None else ["--attention-backend", "CUSTOM"]
     os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *backend_arguments, *rest])
 
@@ -77,7 +70,7 @@ def doctor() -> None:
 
 
 def _findings() -> list[tuple[str, str]]:
-    rows = [(name, _or_error(lambda name=name: _installed(name))) for name in ("kvskim", "torch", "triton", "vllm", "transformers")]
+    rows = [(name, _installed(name)) for name in ("kvskim", "torch", "triton", "vllm", "transformers")]
     rows.append(("vLLM support", _or_error(_vllm_support)))
     rows.append(("vLLM plugin", _or_error(_plugin)))
     rows.append(("configuration", _or_error(_configuration)))
@@ -156,16 +149,9 @@ def check(
 ) -> None:
     """Compare this model in vLLM with full attention: with all pages selected, then with the rule. Proves that sparse attention runs."""
     _vllm_version()
-    try:
-        given = None if config is None else read_settings(config, name="--config")[0]
-        settings = json.loads(load_config(given).config.model_dump_json())
-    except ConfigError as error:
-        raise _fail(error) from None
-    try:
-        ok = _check(model, settings, context=context, count=prompts, tokens=tokens, eager=eager)
-    except RuntimeError as error:
-        raise _fail(error) from None
-    if not ok:
+    given = None if config is None else read_settings(config, name="--config")[0]
+    settings = json.loads(load_config(given).config.model_dump_json())
+    if not _check(model, settings, context=context, count=prompts, tokens=tokens, eager=eager):
         raise typer.Exit(1)
 
 
@@ -174,7 +160,7 @@ def _check(model: str, settings: dict[str, Any], *, context: int, count: int, to
     from kvskim.engines.vllm.check import ALL_PAGES, compare, run_engine
 
     if not Path(model, "config.json").is_file():
-        raise _fail(f"there is no model folder at {model}")
+        raise KvskimError(f"there is no model folder at {model}")
     from transformers import AutoTokenizer
 
     ids = tokenize(AutoTokenizer.from_pretrained(model, local_files_only=True), reference_text())
@@ -183,7 +169,7 @@ def _check(model: str, settings: dict[str, Any], *, context: int, count: int, to
     lengths = [max(32, context * (i + 1) // count) for i in range(count)]
     batch = [ids[7 * i : 7 * i + length] for i, length in enumerate(lengths)]
     llm = dict(model=model, max_model_len=context + max(tokens, 576) + 64, enforce_eager=eager, gpu_memory_utilization=0.85, disable_log_stats=True)
-    selector = {name: settings[name] for name in ("selector", "selector_options", "calibration", "kernels", "dense_layers") if name in settings}
+    selector: dict[str, Any] = {name: settings[name] for name in ("selector", "selector_options", "calibration", "kernels", "dense_layers") if name in settings}
     warm = ids[: min(len(ids), context)]
     dense = run_engine(llm, batch, settings=None, max_tokens=tokens)
     everything = run_engine(llm, batch, settings={**selector, **ALL_PAGES}, max_tokens=tokens, warm_prompt=warm, activity=True)

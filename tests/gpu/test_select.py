@@ -110,7 +110,7 @@ def random_rule(generator: random.Random) -> RuleParameters:
     limits["max_pages"] = generator.choice([None, None, 0, 5, 64, 1000])
     if kind == "threshold":
         return RuleParameters(rule="threshold", tau=generator.choice([1e-12, 1e-5, 0.001, 0.007, 0.3]), **limits)
-    return RuleParameters(rule="coverage", coverage=generator.choice([0.05, 0.5, 0.9, 0.99, 1.0]), **limits)
+    return RuleParameters(rule="coverage", coverage=generator.choice([0.05, 0.5, 0.9, 0.99]), **limits)
 
 
 def random_case(seed: int) -> tuple[Case, RuleParameters, random.Random]:

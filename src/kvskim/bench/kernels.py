@@ -156,7 +156,7 @@ class KernelBench:
 
         def make(kernels: str) -> list[Launch]:
             workspaces = [self.workspace(shape, rule, kernels) for _ in range(sets)]
-            out = []
+            out: list[Launch] = []
             for w in workspaces:
                 b = w.buffers(shape.requests)
                 b.scores.normal_(-9.0, 2.5)

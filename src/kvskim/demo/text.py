@@ -79,7 +79,7 @@ def tokenize(tokenizer: Any, text: str) -> list[int]:
 
 
 def build_document(tokenizer: Any, tokens: int, text: str | None = None, facts: tuple[Fact, ...] = FACTS) -> Document:
-    """A document of at most ``tokens`` tokens: whole paragraphs of ``text`` with the facts as paragraphs at evenly spread depths.
+    """A document of ``tokens`` tokens (fewer where the text is shorter), with the facts as paragraphs at evenly spread depths.
 
     text: None means the built-in text and then the facts are planted; a text of the user's own is taken as it is, without facts.
     """
@@ -93,8 +93,7 @@ def build_document(tokenizer: Any, tokens: int, text: str | None = None, facts: 
     for paragraph in source[: 10 * tokens].split("\n\n"):
         ids = tokenize(tokenizer, paragraph + "\n\n")
         if used + len(ids) > room:
-            if own:
-                paragraphs.append(ids[: room - used])
+            paragraphs.append(ids[: room - used])
             break
         paragraphs.append(ids)
         used += len(ids)

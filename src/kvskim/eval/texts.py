@@ -7,8 +7,14 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-_ADJECTIVES = ["amber", "brave", "calm", "dusty", "eager", "fancy", "gentle", "hollow", "icy", "jolly", "keen", "lunar", "misty", "noble", "olive", "proud", "quiet", "rusty", "silver", "tidy"]
-_NOUNS = ["anchor", "badger", "candle", "dragon", "engine", "falcon", "garden", "harbor", "island", "jacket", "kettle", "ladder", "magnet", "needle", "orchid", "pencil", "quarry"]
+_ADJECTIVES = (
+    "amber", "brave", "calm", "dusty", "eager", "fancy", "gentle", "hollow", "icy", "jolly",
+    "keen", "lunar", "misty", "noble", "olive", "proud", "quiet", "rusty", "silver", "tidy",
+)
+_NOUNS = (
+    "anchor", "badger", "candle", "dragon", "engine", "falcon", "garden", "harbor", "island",
+    "jacket", "kettle", "ladder", "magnet", "needle", "orchid", "pencil", "quarry",
+)
 _PEOPLE = ["Maria Lopez", "John Becker", "Aisha Khan", "Peter Novak", "Lena Fischer", "Tom Harris", "Yuki Tanaka", "Omar Said", "Ines Costa", "Paul Dubois"]
 _FACTS = (
     "The phone extension of {person} is", "The password for the {adjective} {noun} is", "The invoice number of the {adjective} {noun} company is",

@@ -18,7 +18,7 @@ Source: docs/how-it-works.md, section "The sketch record".
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -69,12 +69,12 @@ class SketchTables:
         return sketch_layout(self.record_bytes)
 
     def to(self, device: torch.device | str) -> SketchTables:
-        moved = {k: v.to(device).contiguous() for k, v in self.__dict__.items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {k: v.to(device).contiguous() for k, v in self.__dict__.items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
     def heads(self, start: int, stop: int) -> SketchTables:
         """Tables of kv heads ``start`` to ``stop``: the share of one tensor-parallel rank."""
-        cut = {k: v[start:stop].contiguous() for k, v in self.__dict__.items() if isinstance(v, Tensor)}
+        cut: dict[str, Any] = {k: v[start:stop].contiguous() for k, v in self.__dict__.items() if isinstance(v, Tensor)}
         return replace(self, **cut)
 
 

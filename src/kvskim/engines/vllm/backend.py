@@ -12,7 +12,8 @@ from kvskim.config import SkimConfig, load_config
 from kvskim.engines.vllm.facts import engine_facts, is_draft_model
 from kvskim.engines.vllm.implementation import SkimImpl
 from kvskim.engines.vllm.metadata import SkimMetadataBuilder
-from kvskim.engines.vllm.support import LayerFacts, UnsupportedError, engine_refusal, layer_refusal
+from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal
+from kvskim.errors import UnsupportedError
 
 logger = logging.getLogger("vllm.kvskim")
 _warned: set[str] = set()

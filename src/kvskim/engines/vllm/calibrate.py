@@ -8,7 +8,7 @@ every page is attended. Captured graphs stay valid: they read the tables and the
 
 from __future__ import annotations
 
-import json
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -38,6 +38,8 @@ MODE_SHRINK = 0.5
 """Served text goes on to be other text than the first prompts."""
 LATER_COPIES = 3
 """How often the captured tokens are seen again at later positions."""
+FIT_COPIES = 12
+"""Float copies of a layer's keys that a fit holds at its peak, generously counted."""
 ENCODE_PAGES = 65536
 """Pages encoded by one call when all pages in the cache get their records."""
 
@@ -62,7 +64,7 @@ def plan_segments(starts: Sequence[int], captured: int, capacity: int) -> tuple[
         capacity: tokens wanted in all, a multiple of 16.
     """
     segments = []
-    for start, end in zip(starts, starts[1:]):
+    for start, end in itertools.pairwise(starts):
         room = capacity - captured
         if room < PAGE_TOKENS:
             break
@@ -102,6 +104,9 @@ class Calibrator:
             queries = CAPTURE_TOKENS // QUERY_STRIDE
             self._keys[layer.name] = torch.zeros(CAPTURE_TOKENS, layer.num_kv_heads, layer.head_size, dtype=dtype, device=device)
             self._queries[layer.name] = torch.zeros(queries, layer.num_heads, layer.head_size, dtype=dtype, device=device)
+        # What a fit takes for a moment shows in the peak that vLLM measures, and is free again at once.
+        tokens = CAPTURE_TOKENS * (1 + len(self._later_positions))
+        torch.empty(max(FIT_COPIES * 4 * tokens * layer.num_kv_heads * layer.head_size for layer in self._layers), dtype=torch.uint8, device=device)
 
     @property
     def bytes(self) -> int:
@@ -250,12 +255,16 @@ def cached_file(fingerprint: str, record_bytes: int) -> Path:
 
 
 def model_settings(model_config: Any) -> dict[str, Any]:
-    """The model's config.json as a dict; what transformers made of it where the model is no local folder."""
-    file = Path(str(model_config.model)) / "config.json"
-    if file.is_file():
-        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return settings
-    return dict(model_config.hf_config.to_dict())
+    """The text model's configuration as `kvskim calibrate` sees it: as transformers reads it, without what vLLM changes in its own copy."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            str(model_config.model), local_files_only=True, trust_remote_code=bool(getattr(model_config, "trust_remote_code", False))
+        ).get_text_config()
+    except (OSError, ValueError):
+        config = model_config.hf_text_config
+    return dict(config.to_dict())
 
 
 def find_calibration(config: SkimConfig, selector: Selector, vllm_config: Any) -> tuple[Calibration | None, str]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,10 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvskim.errors import KvskimError
+
 ALL_PAGES: dict[str, Any] = {"rule": "budget", "budget": 1.0}
 """Settings under which scoring and selection run, and every page is selected."""
-WARM_STEPS = 512
-"""Most tokens decoded to let a calibration from first prompts come to its end."""
+WARM_STEPS = 128
+"""Tokens decoded at a time to let a calibration from first prompts come to its end: it fits one layer in a step."""
+LIKELIEST = 3
+"""Likeliest tokens that are kept for each place, to tell a near tie from an error."""
 
 
 @dataclass(frozen=True)
@@ -28,35 +33,32 @@ class Agreement:
     """How far two runs of the same prompts agree.
 
     ``equal``: prompts with the same tokens throughout; ``tokens``: share of tokens before the first difference, over all prompts;
-    ``first``: share of prompts whose first decoded token (the second token) agrees; ``logprob``: largest difference of a log-probability before
-    the first difference.
+    ``logprob``: largest difference of a log-probability before the first difference; ``gap``: largest lead, in the log-probabilities of the first run,
+    of its own token over the one that the second run chose at the first difference (infinite where that is not among its likeliest).
     """
 
     prompts: int
     equal: int
     tokens: float
-    first: float
     logprob: float
+    gap: float
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Agreement:
-    """Agreement of two results of `run_engine` on the same prompts."""
-    equal = same = total = first = 0
-    largest = 0.0
+    """Agreement of two results of `run_engine` on the same prompts; the first one is the reference."""
+    equal = same = total = 0
+    largest = gap = 0.0
     for x, y in zip(a["outputs"], b["outputs"], strict=True):
         length = max(len(x["tokens"]), len(y["tokens"]))
-        prefix = 0
-        for s, t in zip(x["tokens"], y["tokens"]):
-            if s != t:
-                break
-            prefix += 1
+        prefix = next((i for i, (s, t) in enumerate(zip(x["tokens"], y["tokens"])) if s != t), min(len(x["tokens"]), len(y["tokens"])))
         equal += prefix == length
         same, total = same + prefix, total + length
-        first += prefix >= min(2, length)
-        pairs = list(zip(x["logprobs"], y["logprobs"]))[:prefix]
-        largest = max([largest, *(abs(p - q) for p, q in pairs)])
-    count = len(a["outputs"])
-    return Agreement(count, equal, same / max(1, total), first / max(1, count), largest)
+        largest = max([largest, *(abs(p - q) for p, q in list(zip(x["logprobs"], y["logprobs"]))[:prefix])])
+        if prefix < min(len(x["tokens"]), len(y["tokens"])):
+            # JSON has made text of the tokens.
+            other = x["likeliest"][prefix].get(str(y["tokens"][prefix]), -math.inf)
+            gap = max(gap, x["logprobs"][prefix] - other)
+    return Agreement(len(a["outputs"]), equal, same / max(1, total), largest, gap)
 
 
 def run_engine(
@@ -65,7 +67,7 @@ def run_engine(
     *,
     settings: Mapping[str, Any] | None,
     max_tokens: int,
-    batch: int = 0,
+    batches: Sequence[int] = (0,),
     warm_prompt: Sequence[int] = (),
     activity: bool = False,
     timeout: float = 900.0,
@@ -77,7 +79,7 @@ def run_engine(
         prompts: token ids.
         settings: of kvskim, as the backend CUSTOM; None: vLLM's own FLASH_ATTN, kvskim disabled.
         max_tokens: tokens per prompt, greedy.
-        batch: prompts given to the engine at a time; 0: all.
+        batches: how many prompts are given to the engine at a time, 0 for all; more than one number: all prompts once for each of them.
         warm_prompt: a long prompt that is run first, until calibration is ready.
         activity: measure what is attended after each step.
         timeout: seconds.
@@ -87,10 +89,10 @@ def run_engine(
         total, covered, count), ``ready``, ``layers``.
 
     Raises:
-        RuntimeError: the engine failed; the message ends with what it printed last.
+        KvskimError: the engine failed; the message ends with what it printed last.
     """
     spec = dict(
-        llm=dict(llm), prompts=[list(p) for p in prompts], settings=None if settings is None else dict(settings), max_tokens=max_tokens, batch=batch,
+        llm=dict(llm), prompts=[list(p) for p in prompts], settings=None if settings is None else dict(settings), max_tokens=max_tokens, batches=list(batches),
         warm_prompt=list(warm_prompt), activity=activity,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +101,7 @@ def run_engine(
         command = [sys.executable, "-m", "kvskim.engines.vllm.check", str(spec_file), str(result_file)]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=timeout)
         if done.returncode or not result_file.is_file():
-            raise RuntimeError(f"the engine stopped with exit status {done.returncode}; its last lines:\n{done.stdout[-6000:]}")
+            raise KvskimError(f"the engine stopped with exit status {done.returncode}; its last lines:\n{done.stdout[-6000:]}")
         result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
     result["log"] = [line for line in done.stdout.splitlines() if "kvskim" in line]
     return result
@@ -110,21 +112,24 @@ def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
     # Read by vLLM and by kvskim's plugin, before either is imported.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["KVSKIM_DISABLE"] = "0" if sparse else "1"
+    from kvskim.engines.vllm import plugin
     from vllm import LLM, SamplingParams
 
+    # vLLM calls it too, where the package is installed and not only on the path.
+    plugin.register_plugin()
     arguments = dict(spec["llm"], attention_backend="CUSTOM" if sparse else "FLASH_ATTN")
     if sparse:
         arguments["additional_config"] = {"kvskim": spec["settings"]}
     started = time.perf_counter()
     llm = LLM(**arguments)
     result: dict[str, Any] = {"start_seconds": time.perf_counter() - started}
-    params = SamplingParams(temperature=0, max_tokens=spec["max_tokens"], ignore_eos=True, detokenize=False, logprobs=0)
+    params = SamplingParams(temperature=0, max_tokens=spec["max_tokens"], ignore_eos=True, detokenize=False, logprobs=LIKELIEST)
     from kvskim.engines.vllm import probe, report
 
     state = probe.state_of(llm) if sparse else None
     if state is not None and spec["warm_prompt"]:
         warm = SamplingParams(temperature=0, max_tokens=WARM_STEPS, ignore_eos=True, detokenize=False)
-        for _ in range(4):
+        for _ in range(8):
             if state.calibrator is None:
                 break
             probe.generate(llm, [list(spec["warm_prompt"])], warm)
@@ -137,11 +142,13 @@ def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
             total += layer
 
     prompts = spec["prompts"]
-    batch = spec["batch"] or max(1, len(prompts))
+    after_step = measure if state is not None and spec["activity"] else None
     outputs = []
     started = time.perf_counter()
-    for first in range(0, len(prompts), batch):
-        outputs += probe.generate(llm, prompts[first : first + batch], params, measure if state is not None and spec["activity"] else None)
+    for size in spec["batches"]:
+        part = size or max(1, len(prompts))
+        for first in range(0, len(prompts), part):
+            outputs += probe.generate(llm, prompts[first : first + part], params, after_step)
     result["seconds"] = time.perf_counter() - started
     result["outputs"] = [asdict(output) for output in outputs]
     if state is not None:

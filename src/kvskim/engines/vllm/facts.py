@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import vllm
 import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
+import vllm
 from kvskim.config import SkimConfig
 from kvskim.engines.vllm.support import EngineFacts
 
@@ -26,6 +26,7 @@ def engine_facts(vllm_config: VllmConfig, config: SkimConfig) -> EngineFacts:
         context_parallel=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
         state_space_layers=bool(getattr(model, "is_hybrid", False)),
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+        overlapped_batches=bool(getattr(parallel, "enable_dbo", False)),
         variant=config.variant,
         page_frame=bool(config.selector_options.get("page_frame", False)),
         selector=config.selector,

@@ -15,7 +15,8 @@ from kvskim.engines.vllm.facts import engine_facts, is_draft_model, layer_index
 from kvskim.engines.vllm.metadata import SkimMetadata
 from kvskim.engines.vllm.records import RecordsLayer
 from kvskim.engines.vllm.state import LayerState, SkimState
-from kvskim.engines.vllm.support import LayerFacts, UnsupportedError, engine_refusal, layer_refusal
+from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal
+from kvskim.errors import UnsupportedError
 
 
 class SkimImpl(FlashAttentionImpl):

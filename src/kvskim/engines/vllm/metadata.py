@@ -52,11 +52,9 @@ class SkimMetadataBuilder(FlashAttentionMetadataBuilder):
         stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         if _sparse_state(vllm_config, None) is None:
             return stock
-        if vllm_config.speculative_config is not None:
-            # Rows with several query tokens are dense, so a graph of them is FlashAttention's; a graph of mixed rows would freeze the split.
-            most = AttentionCGSupport.UNIFORM_BATCH
-        else:
-            most = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        # Rows with several query tokens are dense, so a graph of them is FlashAttention's; a graph of mixed rows would freeze the split.
+        speculative = vllm_config.speculative_config is not None
+        most = AttentionCGSupport.UNIFORM_BATCH if speculative else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return most if stock.value > most.value else stock
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> FlashAttentionMetadata:
@@ -65,8 +63,7 @@ class SkimMetadataBuilder(FlashAttentionMetadataBuilder):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         common = common_attn_metadata
         decode_rows = self._decode_rows(common)
-        if decode_rows:
-            state.last_lengths = common.seq_lens[:decode_rows]
+        state.last_lengths = common.seq_lens[:decode_rows] if decode_rows else None
         capture = () if fast_build else self._capture(state, common)
         rest = None
         if 0 < decode_rows < common.num_reqs:

@@ -7,7 +7,8 @@ from typing import Any
 from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend
 
 from kvskim.engines.vllm.backend import effective_config, warn_once
-from kvskim.engines.vllm.support import LayerFacts, UnsupportedError, layer_refusal
+from kvskim.engines.vllm.support import LayerFacts, layer_refusal
+from kvskim.errors import UnsupportedError
 
 
 class RefusedMlaBackend(FlashAttnMLABackend):

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvskim.config import SkimConfig, configured_by, is_disabled, load_config
-from kvskim.engines.vllm.support import UnsupportedError, version_refusal
+from kvskim.engines.vllm.support import version_refusal
+from kvskim.errors import UnsupportedError
 
 CUSTOM_BACKEND = "kvskim.engines.vllm.backend.SkimBackend"
 FLASH_ATTENTION_BACKEND = "kvskim.engines.vllm.backend.SkimFlashAttentionBackend"

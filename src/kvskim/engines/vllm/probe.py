@@ -21,10 +21,12 @@ from kvskim.ops.encode import encode
 
 @dataclass(frozen=True)
 class Generated:
-    """What one request gave: its tokens, the log-probability of each, and how many prompt tokens came from the prefix cache."""
+    """What one request gave: its tokens, the log-probability of each, the likeliest tokens at each place (with the request's ``logprobs`` set), and
+    how many prompt tokens came from the prefix cache."""
 
     tokens: list[int]
     logprobs: list[float]
+    likeliest: list[dict[int, float]]
     cached_tokens: int = 0
 
 
@@ -54,18 +56,20 @@ def generate(llm: Any, prompts: list[list[int]], params: Any, after_step: Callab
 def _generated(output: Any) -> Generated:
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
-    logprobs = [step[token].logprob for step, token in zip(completion.logprobs or [], tokens)]
-    return Generated(tokens, logprobs, int(output.num_cached_tokens or 0))
+    likeliest = [{int(token): float(entry.logprob) for token, entry in place.items()} for place in completion.logprobs or []]
+    return Generated(tokens, [place[token] for place, token in zip(likeliest, tokens)], likeliest, int(output.num_cached_tokens or 0))
 
 
 def live_pages(llm: Any) -> Tensor:
     """int64, physical pages of all full blocks in the prefix cache: complete and unchanging pages whose records must be true.
 
-    Call it when no request is running.
+    A step that is still under way comes before what is then asked of the GPU, so requests may be running.
     """
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     per_block = llm.llm_engine.vllm_config.cache_config.block_size // PAGE_TOKENS
-    blocks = torch.tensor([block.block_id for block in pool.blocks if block.block_hash is not None], dtype=torch.int64)
+    size = per_block * PAGE_TOKENS
+    full = [block.block_id for block in pool.blocks if block.block_hash is not None and (getattr(block, "block_hash_num_tokens", None) or 0) % size == 0]
+    blocks = torch.tensor(full, dtype=torch.int64)
     return (blocks[:, None] * per_block + torch.arange(per_block)).flatten()
 
 

@@ -18,7 +18,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvskim.engines.vllm.layout import records_element_dtype, records_shape, records_view
-from kvskim.engines.vllm.support import UnsupportedError, mixed_windows_refusal
+from kvskim.engines.vllm.support import mixed_windows_refusal
+from kvskim.errors import UnsupportedError
 from kvskim.layout import PAGE_TOKENS
 
 # From vLLM 0.29 on a spec says itself how many tokens share one entry.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -140,7 +140,7 @@ def measure(counts: Tensor, covered: Tensor, seq_lens: Tensor) -> Activity:
     )
 
 
-def last_step(state: SkimState) -> Any:
+def last_step(state: SkimState) -> dict[str, Activity] | None:
     """Activity of the last decode step of every sparse layer, by layer name; None before the first one."""
     lengths = state.last_lengths
     if lengths is None:
@@ -148,6 +148,6 @@ def last_step(state: SkimState) -> Any:
     rows = lengths.shape[0]
     result = {}
     for name, layer in state.layers.items():
-        assert layer.counts is not None and layer.covered is not None
-        result[name] = measure(layer.counts[:rows], layer.covered[:rows], lengths)
+        if layer.counts is not None and layer.covered is not None:
+            result[name] = measure(layer.counts[:rows], layer.covered[:rows], lengths)
     return result

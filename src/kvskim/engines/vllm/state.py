@@ -20,7 +20,7 @@ from kvskim.engines.vllm import calibrate
 from kvskim.engines.vllm.layout import key_value_views
 from kvskim.engines.vllm.records import RecordsLayer
 from kvskim.engines.vllm.report import start_block
-from kvskim.engines.vllm.support import workspace_rows
+from kvskim.engines.vllm.support import BLOCK_SIZES, workspace_rows
 from kvskim.layout import PAGE_TOKENS, ceil_div, padded_group
 from kvskim.ops.attend import Kernels
 from kvskim.ops.dispatch import Choice, choose
@@ -110,8 +110,8 @@ class SkimState:
 
     @property
     def page_capacity(self) -> int:
-        """Most pages of a request."""
-        return ceil_div(int(self.vllm_config.model_config.max_model_len), PAGE_TOKENS)
+        """Most pages of a request, in whole blocks of the largest size."""
+        return ceil_div(int(self.vllm_config.model_config.max_model_len), BLOCK_SIZES[-1]) * (BLOCK_SIZES[-1] // PAGE_TOKENS)
 
     def log(self, text: str) -> None:
         logger.info("kvskim: %s", text)
@@ -126,7 +126,7 @@ class SkimState:
         config = self.config
         self.kernels = choose(config.kernels, device)
         kernels = cast(Kernels, self.kernels.kernels)
-        forced: dict[str, int] = dict(sink_pages=config.sink_pages, window_pages=config.window_pages)
+        forced: dict[str, Any] = dict(sink_pages=config.sink_pages, window_pages=config.window_pages)
         layers = list(self.layers.values())
         table = table_capacity(self.rule, self.page_capacity, **forced)
         self.rows = min(
@@ -143,7 +143,8 @@ class SkimState:
                 )
             layer.tables = calibrate.empty_tables(self.selector, layer.num_kv_heads, layer.head_size, device)
             layer.settings = StepSettings(
-                selector=self.selector, tables=layer.tables, rule=self.rule, scale=layer.scale, softcap=layer.softcap, kernels=kernels, **forced
+                selector=self.selector, tables=layer.tables, rule=self.rule, scale=layer.scale, softcap=layer.softcap, kernels=kernels,
+                overlap=kernels == "cuda", **forced,
             )
             shape = (self.max_rows, layer.num_kv_heads)
             layer.counts = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -188,7 +189,8 @@ class SkimState:
     def encode(self, layer: LayerState, slot_mapping: Tensor) -> None:
         """Make the records of the pages that these slots (int64, -1: none) complete, from the keys in the cache."""
         records = layer.records.records
-        assert records is not None and layer.tables is not None, "vLLM has not bound the records, or did no profiling run"
+        if records is None or layer.tables is None:
+            raise RuntimeError(f"layer {layer.name} writes keys before vLLM's profiling run, or before its records were bound")
         encode(self.selector, layer.tables, layer.caches()[0], slot_mapping, records, kernels=self.kernels.kernels)
 
     def decode(self, layer: LayerState, query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor) -> None:
@@ -202,10 +204,12 @@ class SkimState:
             out: ``[R, Hq, D]``, written.
         """
         records = layer.records.records
-        assert records is not None and layer.settings is not None and layer.counts is not None and layer.covered is not None
-        assert self.ready is not None
+        if records is None or layer.settings is None or layer.counts is None or layer.covered is None or self.ready is None:
+            raise RuntimeError(f"layer {layer.name} decodes before vLLM's profiling run, or before its records were bound")
         key_cache, value_cache = key_value_views(kv_cache, layer.head_size)
         workspace = self.workspaces[layer.geometry]
+        # A wider table than requests can fill would ask for more scratch memory than there is.
+        block_table = block_table[:, : self.page_capacity * PAGE_TOKENS // key_cache.shape[1]]
         for first in range(0, query.shape[0], self.rows):
             rows = slice(first, min(first + self.rows, query.shape[0]))
             shared = self._step_buffers(layer.geometry, rows.stop - rows.start)

@@ -25,10 +25,6 @@ WORKSPACE_BYTES = 512 * 2**20
 WAY_OUT = "run without kvskim, or set on_unsupported to 'dense' to keep full attention"
 
 
-class UnsupportedError(ValueError):
-    """vLLM was asked for something that kvskim can't make sparse; the message is one sentence that says what and how to go on."""
-
-
 @dataclass(frozen=True)
 class EngineFacts:
     """What is true for a whole engine.
@@ -45,6 +41,7 @@ class EngineFacts:
     context_parallel: int = 1
     state_space_layers: bool = False
     batch_invariant: bool = False
+    overlapped_batches: bool = False
     variant: str = "fast"
     page_frame: bool = False
     selector: str = "sketch"
@@ -100,6 +97,8 @@ def engine_refusal(facts: EngineFacts) -> str | None:
         return f"kvskim does not work with models that have state-space layers: {WAY_OUT}"
     if facts.batch_invariant:
         return f"kvskim is not batch invariant: unset VLLM_BATCH_INVARIANT, or {WAY_OUT}"
+    if facts.overlapped_batches:
+        return f"kvskim does not work with dual batch overlap, because both halves would use one workspace: leave out --enable-dbo, or {WAY_OUT}"
     if facts.variant != "fast":
         return f"variant {facts.variant!r} is not there yet in vLLM: set variant to 'fast'"
     if facts.page_frame:

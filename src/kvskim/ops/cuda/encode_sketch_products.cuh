@@ -156,13 +156,13 @@ __device__ __forceinline__ uint32_t token_pair(const uint32_t (&first)[P::words]
     return widen(uint16_t(__byte_perm(first[Channel / 4], second[Channel / 4], (4 + Channel % 4) * 16 + Channel % 4)));
 }
 
-// Four values into the leading and remaining bf16 parts.
+// Two values into leading and remaining bf16 parts.
 __device__ __forceinline__ void split(uint32_t& high, uint32_t& low, float x, float y) {
   high = pack<false>(x, y);
   low = pack<false>(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xffff0000u));
 }
 
-// Modes of one page into shared memory. `tokens` gives the address of (token, byte of its row).
+// Modes of one page into shared memory. `address` gives where (token, byte of its row) lies.
 template <class P, bool HALF, class Address>
 __device__ __forceinline__ void transform_page(uint4* vectors, const uint32_t (&weights)[4], const float* mean, float key_scale, bool has_mean,
                                                int page, int lane, Address address) {

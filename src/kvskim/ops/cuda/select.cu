@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     uint32_t* bins = reinterpret_cast<uint32_t*>(keys + p.block_capacity);
     const bool by_mass = p.rule == COVERAGE;
     const Histograms histograms = {bins, by_mass ? bins + ALL_BINS : nullptr, by_mass ? bins + 2 * ALL_BINS : nullptr};
+#pragma unroll 1
     for (int i = threadIdx.x; i < (by_mass ? 3 : 1) * ALL_BINS; i += THREADS) bins[i] = 0;
     wait_previous_kernel();
 
@@ -86,7 +87,6 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     per_block = min(per_block, p.block_capacity);
     place.active = (candidates + per_block - 1) / per_block;
     if (place.rank >= place.active) return;
-    if (!place.alone()) __cluster_barrier_arrive();
     const int begin = place.rank * per_block;
     const int length = min(per_block, candidates - begin);
     const int per_warp = (length + THREADS - 1) / THREADS * 32;
@@ -105,15 +105,19 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     };
     load(warp_begin);
     const int chunks = min(p.chunks, (total_pages - p.window + TILE_PAGES - 1) / TILE_PAGES);
-    reduce_partials<GROUP, THREADS>(shared, p.partials + static_cast<size_t>(row) * p.chunks * GROUP, p.forced + row * GROUP, chunks);
-    if (!place.alone()) __cluster_barrier_wait();
+    reduce_partials<GROUP, THREADS>(shared, p.partials + static_cast<size_t>(row) * p.chunks * GROUP, p.forced + row * GROUP, chunks, p.group);
+    // Other blocks must have started, with their histograms zero, before anything is written into their shared memory.
+    if (!place.alone()) __cluster_barrier_arrive();
+    const auto wait_for_start = [&]() {
+        if (!place.alone()) __cluster_barrier_wait();
+    };
 
     Weights<GROUP> weights(p.group);
     auto use_mass = [&]() {
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
             weights.offset[g] = g < p.group ? shared.forced[g] : 0.0f;
-            weights.weight[g] = g < p.group ? shared.share[g] / p.group : 0.0f;
+            weights.weight[g] = g < p.group ? shared.weight[g] : 0.0f;
         }
     };
     if constexpr (IS_SOFTMAX) {
@@ -124,6 +128,7 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
             weights.offset[g] = g < p.group ? p.base[row * GROUP + g] : 0.0f;
             weights.weight[g] = g < p.group ? 1.0f : 0.0f;
         }
+        wait_for_start();
         if (p.combine == PEAK) find_peaks<GROUP, THREADS>(shared, place, scores, length, weights);
     }
     const bool is_signed = !IS_SOFTMAX && p.combine == MAXIMUM;
@@ -131,6 +136,7 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     // Keys. A threshold counts the pages that reach it on the way; coverage counts the broken ones, which it takes in any case.
     const float count_from = p.rule == THRESHOLD ? p.tau : INFINITE;
     Tally tally = {0, 0, 0.0f};
+#pragma unroll 1
     for (int first = warp_begin; first < warp_end; first += 32 * UNROLL) {
         if (first != warp_begin) load(first);
 #pragma unroll
@@ -149,11 +155,13 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
         }
     }
     allow_next_kernel();
+    if constexpr (IS_SOFTMAX) wait_for_start();
 
-    float forced_share = 0.0f;
-    for (int g = 0; g < p.group; ++g) forced_share += shared.share[g];
-    forced_share /= p.group;
-    forced_share = forced_share < INFINITE ? forced_share : 0.0f;
+    // Estimated mass of the always-attended pages; for whole warps.
+    const auto forced_share = [&]() {
+        const float share = warp_sum(lane < p.group ? shared.weight[lane] : 0.0f);
+        return share < INFINITE ? share : 0.0f;
+    };
 
     Totals totals = {{0, 0, 0.0f}, 0, 0};
     if (p.rule != BUDGET) totals = total<WARPS>(shared, place, 0, tally);
@@ -172,13 +180,14 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     float extra_mass = 0.0f;
     if (search) {
         __syncthreads();
-        const unsigned long long forced_mass = by_mass ? fixed_mass(forced_share) : 0;
+        const unsigned long long forced_mass = by_mass ? fixed_mass(forced_share()) : 0;
         if (goal.reached(0, forced_mass)) {
             cut = {INFINITE, 0, 0};
         } else {
             cut = find_cut<THREADS>(shared, place, histograms, goal, keys, length, is_signed, forced_mass);
         }
         tally = {0, 0, 0.0f};
+#pragma unroll 2
         for (int i = warp_begin + lane; i < warp_end; i += 32) {
             const float key = keys[i];
             tally.above += key > cut.key;
@@ -199,7 +208,9 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     // Write the table: the sink, this warp's pages behind those of all warps before it, the window.
     int* table = p.pages + static_cast<size_t>(row) * p.table_capacity;
     if (place.rank == 0) {
+#pragma unroll 1
         for (int i = threadIdx.x; i < p.sink; i += THREADS) table[i] = i;
+#pragma unroll 1
         for (int i = threadIdx.x; i < p.window; i += THREADS) table[p.sink + cut.count + i] = total_pages - p.window + i;
         if (threadIdx.x == 0) p.counts[row] = p.sink + cut.count + p.window;
     }
@@ -208,6 +219,7 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     int position = p.sink + totals.above_before + min(totals.equal_before, cut.equals);
     float mass = 0.0f;
     if constexpr (!IS_SOFTMAX) use_mass();
+#pragma unroll 2
     for (int first = warp_begin; first < warp_end; first += 32) {
         const int i = first + lane;
         const float key = i < warp_end ? keys[i] : -INFINITE;
@@ -231,7 +243,10 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
         totals = total<WARPS>(shared, place, 2, {0, 0, mass});
         extra_mass = 0.0f;
     }
-    if (place.rank == 0 && threadIdx.x == 0) p.covered[row] = forced_share + totals.all.mass + extra_mass;
+    if (place.rank == 0 && warp == 0) {
+        const float share = forced_share();
+        if (lane == 0) p.covered[row] = share + totals.all.mass + extra_mass;
+    }
 }
 
 template <int GROUP, bool IS_SOFTMAX, int THREADS>

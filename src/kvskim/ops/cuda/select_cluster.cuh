@@ -11,7 +11,6 @@ namespace kvskim::selection {
 constexpr int MAX_CLUSTER = 16;
 constexpr int MAX_GROUP = 16;
 constexpr float INFINITE = __builtin_huge_valf();
-constexpr uint32_t MASS_ONE = 1u << 31;
 
 // Sums of one pass over the keys: of a warp, of a block, or of the cluster.
 struct Tally {
@@ -38,11 +37,11 @@ template <int WARPS>
 struct Shared {
     float partial[WARPS][MAX_GROUP];
     float forced[MAX_GROUP];
-    float share[MAX_GROUP];
+    float weight[MAX_GROUP];  // of a query head in the group-mean mass: 1 / (normaliser * group)
     float peak[MAX_CLUSTER][MAX_GROUP];
     Tally warp_tally[WARPS];
     Tally cluster_tally[3][MAX_CLUSTER];
-    Descent descent[3];
+    Descent descent[3];  // one for each pass
     int scan_count[WARPS];
     unsigned long long scan_mass[WARPS];
 };

@@ -11,16 +11,18 @@
 
 namespace kvskim::selection {
 
-// Pass `index` looks at the bits [shift, shift + log2(bins)) and counts in the bins [first, first + bins).
-template <int index>
+constexpr int PASSES = 3;
+constexpr int BINS = 2048;  // of each pass; the last one uses half of them
+constexpr int ALL_BINS = PASSES * BINS;
+
+// The bits that a pass looks at are [shift, shift + digits); those above were settled by the passes before.
 struct Pass {
-    static constexpr int digit_bits = index == 2 ? 10 : 11;
-    static constexpr int bins = 1 << digit_bits;
-    static constexpr int first = index * 2048;
-    static constexpr int shift = index == 0 ? 21 : index == 1 ? 10 : 0;
-    static constexpr int prefix_shift = shift + digit_bits;  // the bits above were settled by the passes before
+    int index;
+
+    __device__ int digits() const { return index == 2 ? 10 : 11; }
+    __device__ int shift() const { return index == 0 ? 21 : index == 1 ? 10 : 0; }
+    __device__ int first_bin() const { return index * BINS; }
 };
-constexpr int ALL_BINS = Pass<2>::first + Pass<2>::bins;
 
 // Bins of all passes: how many keys, and their mass as a 64-bit sum in two halves (null unless the rule is coverage).
 struct Histograms {
@@ -72,14 +74,14 @@ __device__ __forceinline__ void add_wide(uint32_t* low, uint32_t* high, uint32_t
 }
 
 // One thread of the first block finds the bin in which the goal is first reached and tells every block.
-template <int THREADS, int INDEX>
-__device__ void find_bin(Shared<THREADS / 32>& shared, const Place& place, const Histograms& histograms, const Goal& goal, const Descent& state) {
-    using Bits = Pass<INDEX>;
-    constexpr int EACH = Bits::bins / THREADS;
+template <int THREADS>
+__device__ void find_bin(Shared<THREADS / 32>& shared, const Place& place, const Histograms& histograms, const Goal& goal, Pass pass,
+                         const Descent& state) {
+    constexpr int EACH = BINS / THREADS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const bool by_mass = histograms.mass_low != nullptr;
     // Thread 0 has the highest bins.
-    const int top = Bits::first + Bits::bins - 1 - threadIdx.x * EACH;
+    const int top = pass.first_bin() + BINS - 1 - threadIdx.x * EACH;
     int count = 0;
     unsigned long long mass = 0;
 #pragma unroll
@@ -105,6 +107,7 @@ __device__ void find_bin(Shared<THREADS / 32>& shared, const Place& place, const
     __syncthreads();
     count += state.above - own_count;
     mass += state.mass - own_mass;
+#pragma unroll 1
     for (int i = 0; i < warp; ++i) {
         count += shared.scan_count[i];
         mass += shared.scan_mass[i];
@@ -114,25 +117,26 @@ __device__ void find_bin(Shared<THREADS / 32>& shared, const Place& place, const
         unsigned long long next_mass = mass;
         if (by_mass) next_mass += (static_cast<unsigned long long>(histograms.mass_high[top - i]) << 32) + histograms.mass_low[top - i];
         if (!goal.reached(count, mass) && goal.reached(next_count, next_mass)) {
-            const uint32_t digit = top - i - Bits::first;
-            const uint32_t prefix = (state.prefix << Bits::digit_bits) | digit;  // the prefix is 0 at first
-            for (int other = 0; other < place.active; ++other) *place.of(&shared.descent[INDEX], other) = {prefix, count, mass};
+            const uint32_t digit = top - i - pass.first_bin();
+            const uint32_t prefix = (state.prefix << pass.digits()) | digit;  // the prefix is 0 at first
+#pragma unroll 1
+            for (int other = 0; other < place.active; ++other) *place.of(&shared.descent[pass.index], other) = {prefix, count, mass};
         }
         count = next_count;
         mass = next_mass;
     }
 }
 
-template <int THREADS, int INDEX>
+template <int THREADS>
 __device__ void descend(Shared<THREADS / 32>& shared, const Place& place, const Histograms& histograms, const Goal& goal,
-                        const float* keys, int length, bool is_signed, Descent& state) {
-    using Bits = Pass<INDEX>;
+                        const float* keys, int length, bool is_signed, Pass pass, Descent& state) {
     const bool by_mass = histograms.mass_low != nullptr;
+#pragma unroll 2
     for (int i = threadIdx.x; i < length; i += THREADS) {
         const float key = keys[i];
         const uint32_t bits = ordered_bits(key, is_signed);
-        if (INDEX > 0 && (bits >> (Bits::prefix_shift % 32)) != state.prefix) continue;
-        const int bin = Bits::first + ((bits >> Bits::shift) & (Bits::bins - 1));
+        if (pass.index > 0 && (bits >> (pass.shift() + pass.digits())) != state.prefix) continue;
+        const int bin = pass.first_bin() + ((bits >> pass.shift()) & ((1 << pass.digits()) - 1));
         atomicAdd(&histograms.count[bin], 1u);
         if (by_mass) add_wide(&histograms.mass_low[bin], &histograms.mass_high[bin], fixed_mass(key), 0);
     }
@@ -142,16 +146,17 @@ __device__ void descend(Shared<THREADS / 32>& shared, const Place& place, const 
         uint32_t* count = place.of(histograms.count, 0);
         uint32_t* mass_low = by_mass ? place.of(histograms.mass_low, 0) : nullptr;
         uint32_t* mass_high = by_mass ? place.of(histograms.mass_high, 0) : nullptr;
-        for (int bin = Bits::first + threadIdx.x; bin < Bits::first + Bits::bins; bin += THREADS) {
+#pragma unroll 1
+        for (int bin = pass.first_bin() + threadIdx.x; bin < pass.first_bin() + BINS; bin += THREADS) {
             if (histograms.count[bin] == 0) continue;
             atomicAdd(&count[bin], histograms.count[bin]);
             if (by_mass) add_wide(&mass_low[bin], &mass_high[bin], histograms.mass_low[bin], histograms.mass_high[bin]);
         }
     }
     place.synchronise();
-    if (place.rank == 0) find_bin<THREADS, INDEX>(shared, place, histograms, goal, state);
+    if (place.rank == 0) find_bin<THREADS>(shared, place, histograms, goal, pass, state);
     place.synchronise();
-    state = shared.descent[INDEX];
+    state = shared.descent[pass.index];
 }
 
 // The histograms must be zero, and every block of the cluster must know it. The goal must not be reached by no page at all,
@@ -160,9 +165,9 @@ template <int THREADS>
 __device__ Cut find_cut(Shared<THREADS / 32>& shared, const Place& place, const Histograms& histograms, const Goal& goal,
                         const float* keys, int length, bool is_signed, unsigned long long forced_mass) {
     Descent state = {0, 0, forced_mass};
-    descend<THREADS, 0>(shared, place, histograms, goal, keys, length, is_signed, state);
-    descend<THREADS, 1>(shared, place, histograms, goal, keys, length, is_signed, state);
-    descend<THREADS, 2>(shared, place, histograms, goal, keys, length, is_signed, state);
+#pragma unroll 1
+    for (int index = 0; index < PASSES; ++index)
+        descend<THREADS>(shared, place, histograms, goal, keys, length, is_signed, Pass{index}, state);
     Cut cut;
     cut.key = key_of_bits(state.prefix, is_signed);
     int needed = 0;

@@ -88,9 +88,9 @@ struct Weights {
     }
 };
 
-// Adds up the valid partial sums in a fixed order: shared.share[g] = 1 / (1 + sum_g).
+// Adds up the valid partial sums in a fixed order: shared.weight[g] = 1 / (1 + sum_g) / group.
 template <int GROUP, int THREADS>
-__device__ void reduce_partials(Shared<THREADS / 32>& shared, const float* partials, const float* forced, int chunks) {
+__device__ void reduce_partials(Shared<THREADS / 32>& shared, const float* partials, const float* forced, int chunks, int group) {
     constexpr int WARPS = THREADS / 32;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float own_forced = warp < GROUP && lane == 0 ? forced[warp] : 0.0f;
@@ -103,7 +103,7 @@ __device__ void reduce_partials(Shared<THREADS / 32>& shared, const float* parti
     if (warp < GROUP) {
         sum = warp_sum(lane < WARPS ? shared.partial[lane][warp] : 0.0f);
         if (lane == 0) {
-            shared.share[warp] = 1.0f / (1.0f + sum);
+            shared.weight[warp] = 1.0f / (1.0f + sum) / group;
             shared.forced[warp] = own_forced;
         }
     }
@@ -118,6 +118,7 @@ __device__ void find_peaks(Shared<THREADS / 32>& shared, const Place& place, con
     float peak[GROUP];
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) peak[g] = -INFINITE;
+#pragma unroll 1
     for (int i = threadIdx.x; i < length; i += THREADS) {
         Page<GROUP> page;
         page.load(scores + static_cast<size_t>(i) * GROUP);
@@ -137,13 +138,16 @@ __device__ void find_peaks(Shared<THREADS / 32>& shared, const Place& place, con
     __syncthreads();
     if (threadIdx.x < GROUP) {
         float largest = -INFINITE;
+#pragma unroll 1
         for (int i = 0; i < WARPS; ++i) largest = fmaxf(largest, shared.partial[i][threadIdx.x]);
+#pragma unroll 1
         for (int other = 0; other < place.active; ++other) *place.of(&shared.peak[place.rank][threadIdx.x], other) = largest;
     }
     place.synchronise();
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
         float largest = -INFINITE;
+#pragma unroll 1
         for (int other = 0; other < place.active; ++other) largest = fmaxf(largest, shared.peak[other][g]);
         weights.offset[g] = largest > -INFINITE ? largest : 0.0f;
     }

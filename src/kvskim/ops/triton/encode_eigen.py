@@ -32,13 +32,13 @@ def _codes(x, divisor, empty, LEVELS: tl.constexpr):
 
 @triton.jit
 def encode_eigen_kernel(
-    key_cache, slot_mapping, offset, records, key_stride_b, key_stride_t, key_stride_h, k_scale,
+    key_cache, slot_mapping, offset, records, num_pages, key_stride_b, key_stride_t, key_stride_h, k_scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr,
     RECORD_BYTES: tl.constexpr, RANK: tl.constexpr, VECTOR_BITS: tl.constexpr, COORDINATE_BITS: tl.constexpr,
     MEAN_SCALE_AT: tl.constexpr, VECTORS_AT: tl.constexpr, VECTOR_SCALE_AT: tl.constexpr, COORDINATES_AT: tl.constexpr,
     COORDINATE_SCALE_AT: tl.constexpr, ENERGIES_AT: tl.constexpr, RESIDUAL_AT: tl.constexpr,
 ):
-    slot, head, complete = completed_page(slot_mapping)
+    slot, head, complete = completed_page(slot_mapping, num_pages)
     if not complete:
         return
     record = records + ((slot // 16) * KV_HEADS + head) * RECORD_BYTES

@@ -32,10 +32,10 @@ from kvskim.selectors.rki4 import PrincipalKeys
 
 @triton.jit
 def _mean_kernel(
-    key_cache, slot_mapping, offset, records, key_stride_b, key_stride_t, key_stride_h, k_scale,
+    key_cache, slot_mapping, offset, records, num_pages, key_stride_b, key_stride_t, key_stride_h, k_scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, RECORD_BYTES: tl.constexpr, STEP: tl.constexpr,
 ):
-    slot, head, complete = completed_page(slot_mapping)
+    slot, head, complete = completed_page(slot_mapping, num_pages)
     if not complete:
         return
     record = records + ((slot // 16) * KV_HEADS + head) * RECORD_BYTES
@@ -61,12 +61,12 @@ def _mean_kernel(
 
 @triton.jit
 def _bounds_kernel(
-    key_cache, slot_mapping, offset, records, key_stride_b, key_stride_t, key_stride_h, k_scale,
+    key_cache, slot_mapping, offset, records, num_pages, key_stride_b, key_stride_t, key_stride_h, k_scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, RECORD_BYTES: tl.constexpr, STEP: tl.constexpr,
     NIBBLES: tl.constexpr,
 ):
     """minmax: bounds per channel, rounded outwards, as bfloat16 or as 4-bit codes between the extremes over the channels."""
-    slot, head, complete = completed_page(slot_mapping)
+    slot, head, complete = completed_page(slot_mapping, num_pages)
     if not complete:
         return
     record = records + ((slot // 16) * KV_HEADS + head) * RECORD_BYTES
@@ -134,11 +134,11 @@ def _bound_codes(bound, zero_bits, scale_bits, broken, UPPER: tl.constexpr):
 
 @triton.jit
 def _keys_kernel(
-    key_cache, slot_mapping, records, key_stride_b, key_stride_t, key_stride_h, k_scale,
+    key_cache, slot_mapping, records, num_pages, key_stride_b, key_stride_t, key_stride_h, k_scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr,
 ):
     """oracle: the keys themselves in float32; ``records`` is a float32 pointer."""
-    slot, head, complete = completed_page(slot_mapping)
+    slot, head, complete = completed_page(slot_mapping, num_pages)
     if not complete:
         return
     record = records + ((slot // 16) * KV_HEADS + head) * (16 * HEAD_DIM)
@@ -173,17 +173,17 @@ def encode_pages(
     sizes = {"KV_HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "STEP": CHANNELS}
     width = selector.record_bytes(head_dim)
     if isinstance(selector, Mean):
-        _mean_kernel[grid](key_cache, slot_mapping, tables.offset, records, *strides, k_scale, RECORD_BYTES=width, num_warps=1, **sizes)
+        _mean_kernel[grid](key_cache, slot_mapping, tables.offset, records, records.shape[0], *strides, k_scale, RECORD_BYTES=width, num_warps=1, **sizes)
     elif isinstance(selector, MinMax):
         _bounds_kernel[grid](
-            key_cache, slot_mapping, tables.offset, records, *strides, k_scale, RECORD_BYTES=width, NIBBLES=selector.bits == 4,
+            key_cache, slot_mapping, tables.offset, records, records.shape[0], *strides, k_scale, RECORD_BYTES=width, NIBBLES=selector.bits == 4,
             num_warps=1, **sizes,
         )
     elif isinstance(selector, Oracle):
-        _keys_kernel[grid](key_cache, slot_mapping, records.view(torch.float32), *strides, k_scale, num_warps=1, **sizes)
+        _keys_kernel[grid](key_cache, slot_mapping, records.view(torch.float32), records.shape[0], *strides, k_scale, num_warps=1, **sizes)
     elif isinstance(selector, (PrincipalKeys, Quad, Clse)):
         encode_eigen_kernel[grid](
-            key_cache, slot_mapping, tables.offset, records, *strides, k_scale, RECORD_BYTES=width, num_warps=1, **sizes,
+            key_cache, slot_mapping, tables.offset, records, records.shape[0], *strides, k_scale, RECORD_BYTES=width, num_warps=1, **sizes,
             **_eigen_form(selector, head_dim),
         )
     else:

@@ -26,12 +26,10 @@ def _encode_kernel(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, RECORD_BYTES: tl.constexpr, UNIT_SLOT: tl.constexpr,
     UNIT_MODE: tl.constexpr, WORDS: tl.constexpr, PADDED_WORDS: tl.constexpr, STEP: tl.constexpr,
 ):
-    slot, head, complete = completed_page(slot_mapping)
+    slot, head, complete = completed_page(slot_mapping, num_pages)
     if not complete:
         return
     page = slot // 16
-    if page >= num_pages:
-        return
     slots = 4 * RECORD_BYTES
     matrix += head.to(tl.int64) * slots * HEAD_DIM
     word = tl.arange(0, PADDED_WORDS)
@@ -63,7 +61,7 @@ def _encode_kernel(
         bits = tl.load(coefficient_bits + head * slots + row).to(tl.int32)
         half = (1 << bits) >> 1
         level = tl.floor(tl.where(x == x, x, 0.0))  # NaN: the middle code
-        code = tl.clamp(level, -half.to(tl.float32), (half - 1).to(tl.float32)).to(tl.int32) + half
+        code = tl.minimum(tl.maximum(level, -half.to(tl.float32)), (half - 1).to(tl.float32)).to(tl.int32) + half
         packed |= tl.where(used, (code >> (2 * tl.where(used, digit, 0))) & 3, 0) << (2 * position)
     address = 64 * (word // 4)[:, None] + 4 * (word % 4)[:, None] + (16 * (within // 4) + within % 4)[None, :]
     record = records + (page * KV_HEADS + head) * RECORD_BYTES

@@ -10,10 +10,10 @@ CHANNELS = 64
 
 
 @triton.jit
-def completed_page(slot_mapping):
-    """``(slot, head, complete)`` of this program: grid axis 0 is the token of the step, axis 1 the kv head."""
+def completed_page(slot_mapping, num_pages):
+    """``(slot, head, complete)`` of this program: grid axis 0 is the token of the step, axis 1 the kv head. Slots beyond the records are inert."""
     slot = tl.load(slot_mapping + tl.program_id(0)).to(tl.int64)
-    return slot, tl.program_id(1), (slot >= 0) & (slot % 16 == 15)
+    return slot, tl.program_id(1), (slot >= 0) & (slot % 16 == 15) & (slot // 16 < num_pages)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ class ModelConfig:
     runner_type: str = "generate"
     total_kv_heads: int = 2
     head_size: int = 64
-    hf_config: Any = field(default_factory=lambda: SimpleNamespace(to_dict=lambda: {"model_type": "stand-in"}))
+    hf_text_config: Any = field(default_factory=lambda: SimpleNamespace(to_dict=lambda: {"model_type": "stand-in"}))
 
     def get_total_num_kv_heads(self) -> int:
         return self.total_kv_heads

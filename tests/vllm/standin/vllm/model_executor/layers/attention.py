@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 import vllm
 
 pytestmark = pytest.mark.skipif("stand-in" in (vllm.__doc__ or ""), reason="vLLM is not installed")
@@ -150,7 +151,7 @@ def test_records_join_the_group_of_their_layers_and_the_number_of_blocks_is_exac
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_vllm_allocates_and_binds_records(block_size, real):
+def test_vllm_allocates_and_binds_records(block_size, real, monkeypatch):
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.worker.gpu import attn_utils
     from vllm.v1.worker.utils import AttentionGroup, bind_kv_cache
@@ -173,6 +174,8 @@ def test_vllm_allocates_and_binds_records(block_size, real):
     attention_groups = [
         AttentionGroup(Attention, mains, specs[mains[0]], 0), AttentionGroup(RecordsBackend, list(records), specs[next(iter(records))], 0),
     ]
+    # Two caches in one layer of the model: vLLM takes that on a GPU.
+    monkeypatch.setattr("vllm.v1.worker.utils.current_platform", SimpleNamespace(is_cuda_alike=lambda: True))
     caches = attn_utils._reshape_kv_cache(attention_groups, raw, "auto", [block_size], {}, plan)
     context = {**{name: SimpleNamespace() for name in mains}, **records}
     bind_kv_cache(caches, context, [])
@@ -209,7 +212,7 @@ def test_attributes_of_the_configuration():
     for cls, names in (
         (VllmConfig, ("model_config", "cache_config", "parallel_config", "scheduler_config", "compilation_config", "attention_config",
                       "speculative_config", "additional_config")),
-        (ModelConfig, ("model", "dtype", "max_model_len", "hf_config", "is_hybrid", "runner_type", "get_total_num_kv_heads", "get_head_size")),
+        (ModelConfig, ("model", "dtype", "max_model_len", "hf_text_config", "is_hybrid", "runner_type", "get_total_num_kv_heads", "get_head_size")),
         (CacheConfig, ("block_size", "cache_dtype", "user_specified_block_size")),
         (ParallelConfig, ("decode_context_parallel_size", "prefill_context_parallel_size")),
         (SchedulerConfig, ("max_num_seqs", "disable_hybrid_kv_cache_manager")),
@@ -218,7 +221,7 @@ def test_attributes_of_the_configuration():
     ):
         declared = {field.name for field in dataclasses.fields(cls)}
         for name in names:
-            assert name in declared or hasattr(cls, name), (cls.__name__, name)
+            assert name in declared or hasattr(cls, name) or f"self.{name} =" in inspect.getsource(cls), (cls.__name__, name)
 
 
 def test_the_stand_in_has_vllms_names():
@@ -233,13 +236,15 @@ def test_the_stand_in_has_vllms_names():
         module_name = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         tree = ast.parse(file.read_text())
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-        if not classes or module_name == "vllm.platforms":
+        # The platform is chosen at import, and MLA's FlashAttention needs its compiled library.
+        if not classes or module_name in ("vllm.platforms", "vllm.v1.attention.backends.mla.flashattn_mla"):
             continue
         module = import_module(module_name)
         for node in classes:
             theirs = getattr(module, node.name)
             for method in node.body:
-                if isinstance(method, ast.FunctionDef) and not method.name.startswith("_") and method.args.kwarg is None and hasattr(theirs, method.name):
+                plain = isinstance(method, ast.FunctionDef) and not method.name.startswith("_") and method.args.kwarg is None
+                if plain and callable(getattr(theirs, method.name, None)):
                     ours = [a.arg for a in method.args.args if a.arg not in ("self", "cls")]
                     assert parameters(getattr(theirs, method.name))[: len(ours)] == ours, (module_name, node.name, method.name)
                     checked += 1

@@ -6,7 +6,7 @@ from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvskim.engines.vllm.records import RecordsBackend, RecordsLayer, RecordsMetadataBuilder
-from kvskim.engines.vllm.support import UnsupportedError
+from kvskim.errors import UnsupportedError
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])

@@ -11,7 +11,7 @@ from kvskim.engines.vllm.backend import SkimBackend, SkimFlashAttentionBackend
 from kvskim.engines.vllm.implementation import SkimImpl
 from kvskim.engines.vllm.metadata import SkimMetadataBuilder
 from kvskim.engines.vllm.mla import RefusedMlaBackend
-from kvskim.engines.vllm.support import UnsupportedError
+from kvskim.errors import UnsupportedError
 
 ASKED = dict(
     head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None, use_mla=False, has_sink=False, use_sparse=False, use_mm_prefix=False,

@@ -18,10 +18,9 @@ def fill(key, value):
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 def test_rank_5(order):
-    if order == "NHD":
-        cache = torch.zeros(BLOCKS, 2, SIZE, HEADS, DIM)
-    else:
-        cache = torch.zeros(BLOCKS, 2, HEADS, SIZE, DIM).permute(0, 1, 3, 2, 4)
+    cache = torch.zeros(BLOCKS, 2, *((SIZE, HEADS) if order == "NHD" else (HEADS, SIZE)), DIM)
+    if order == "HND":
+        cache = cache.permute(0, 1, 3, 2, 4)
     key, value = key_value_views(cache, DIM)
     fill(key, value)
     assert key.shape == value.shape == (BLOCKS, SIZE, HEADS, DIM)

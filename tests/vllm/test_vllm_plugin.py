@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvskim.config import ConfigError, SkimConfig
 from kvskim.engines.vllm import plugin
-from kvskim.engines.vllm.support import UnsupportedError
+from kvskim.errors import UnsupportedError
 
 STANDIN = hasattr(registry, "overrides")
 pytestmark = pytest.mark.skipif(not STANDIN, reason="looks into the stand-in's registry")

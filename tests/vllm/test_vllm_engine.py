@@ -189,7 +189,7 @@ def test_fault_10_a_full_prefix_hit_with_one_new_token_finds_its_records():
     first = Request(1)
     engine.step([(first, 480)])
     (expected,) = engine.step([(first, 1)])
-    second = Request(1, computed=480, blocks=first.blocks[:30] + [engine.free.pop()])
+    second = Request(1, computed=480, blocks=[*first.blocks[:30], engine.free.pop()])
     (actual,) = engine.step([(second, 1)])
     for a, b in zip(actual, expected):
         assert torch.equal(a, b)

@@ -1,0 +1,39 @@
+"""What the scripts of this folder share: the model folder, prompts, graph modes."""
+
+import argparse
+from typing import Any
+
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+    "full": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
+}
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """The arguments that all scripts have."""
+    result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--model", required=True, help="Hugging Face folder of SmolLM2-135M (see convert.py)")
+    result.add_argument("--kernels", default="auto", choices=["auto", "cuda", "triton", "torch"])
+    return result
+
+
+def engine(model: str, mode: str = "full", **more: Any) -> dict[str, Any]:
+    """Arguments of vllm.LLM."""
+    return dict(model=model, max_model_len=8192, gpu_memory_utilization=0.5, max_num_seqs=32, disable_log_stats=True, seed=0, **MODES[mode], **more)
+
+
+def text_ids(model: str) -> list[int]:
+    """Token ids of the built-in text: prose, then code."""
+    from transformers import AutoTokenizer
+
+    from kvskim.demo.text import code_text, reference_text, tokenize
+
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    return tokenize(tokenizer, reference_text() + "\n\n" + code_text())
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns of text."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [header, *rows])
