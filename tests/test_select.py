@@ -133,12 +133,13 @@ def assert_same(case: Case, expected: Case) -> None:
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.rule}-{r.combine}-{RULES.index(r)}")
 def test_triton_equals_torch(rule: RuleParameters, flavour: str) -> None:
-    for seed, (sink, window, group) in enumerate([(1, 1, 4), (0, 2, 3), (2, 1, 9)]):
-        case = make_case(seed, sink_pages=sink, window_pages=window, flavour=flavour, group=group, chunks=2 + seed)
-        expected = case.copy()
-        run(expected, rule)
-        run(case, rule, kernels="triton")
-        assert_same(case, expected)
+    seed = (RULES.index(rule) + FLAVOURS.index(flavour)) % 3
+    sink, window, group = [(1, 1, 4), (0, 2, 3), (2, 1, 9)][seed]
+    case = make_case(seed, sink_pages=sink, window_pages=window, flavour=flavour, group=group, chunks=2 + seed)
+    expected = case.copy()
+    run(expected, rule)
+    run(case, rule, kernels="triton")
+    assert_same(case, expected)
 
 
 @interpreted

@@ -203,6 +203,31 @@ def test_cropped_cache_forgets_pages_that_are_no_longer_complete():
     torch.testing.assert_close(actual, step(model, other[:, 30:31], fresh), atol=1e-4, rtol=1e-4)
 
 
+def test_assisted_decoding_gives_the_same_tokens_and_right_records():
+    ids = prompt(40).repeat(1, 4)
+    arguments = {"max_new_tokens": 40, "do_sample": False, "prompt_lookup_num_tokens": 5}
+    expected = make("llama").generate(ids, **arguments)
+    model = make("llama")
+    enable(model, EVERYTHING)
+    cache = DynamicCache(config=model.config)
+    assert torch.equal(model.generate(ids, **{cache_keyword(model): cache}, **arguments), expected)
+    step(model, prompt(1), cache)
+    assert_records_right(cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_match_stock_when_everything_is_selected(dtype):
+    ids = prompt(150)
+    expected, _ = decode_all(make("llama").to(dtype), ids, 140)
+    model = make("llama").to(dtype)
+    enable(model, EVERYTHING)
+    actual, cache = decode_all(model, ids, 140)
+    assert cache.layers[0].keys.dtype == dtype
+    scale = float(expected.float().std())
+    assert float((actual - expected).float().abs().mean()) < 0.03 * scale
+    assert_records_right(cache)
+
+
 @pytest.mark.parametrize("action", ["repeat", "select", "copy", "replace"])
 def test_records_follow_the_rows_of_the_cache(action):
     model = make("llama")
@@ -327,6 +352,12 @@ def test_settings_without_meaning_here_are_refused(change, words):
         enable(make("llama"), SkimConfig(selector="rki4", **change))
 
 
+def test_a_head_dim_that_the_selector_cannot_code_is_refused_at_once():
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "head_dim": 2}))
+    with pytest.raises(UnsupportedError, match=r"the selector does not fit this model: .*head dim"):
+        enable(model, SkimConfig(selector="clse"))
+
+
 def test_static_cache_is_refused_in_one_sentence():
     model = make("llama")
     enable(model, SPARSE)
@@ -391,7 +422,7 @@ def test_calibration_of_one_model_serves_it_again_and_is_refused_by_another(tmp_
     config = SkimConfig(calibration=str(tmp_path / "basis.safetensors"))
     again = make("llama")
     host = enable(again, config)
-    actual, cache = decode_all(again, ids, 1090)
+    actual, _ = decode_all(again, ids, 1090)
     torch.testing.assert_close(actual[:, 1:], decode_all(model, ids, 1090)[0][:, 1:])
     assert host.statistics().sparse_rows == 30
     with pytest.raises(CalibrationError, match="was made for the model"):

@@ -148,9 +148,8 @@ def draw(recording: Recording, output: Path, title: str) -> None:
     figure.colorbar(image, ax=middle, label="mean over steps", fraction=0.06)
 
     right.barh([f"layer {layer} head {head}" for layer, head, _ in worst][::-1], [value for *_, value in worst][::-1], color="tab:red")
-    right.axvline(float(cover.mean()), color="black", linestyle="--", label=f"mean of all heads {cover.mean():.1%}")
-    right.set(title="Least covered heads (red crosses)", xlabel="mass covered", xlim=(0, 1))
-    right.legend(loc="lower right", fontsize=8)
+    right.axvline(float(cover.mean()), color="black", linestyle="--")
+    right.set(title="Least covered heads (red crosses)", xlabel=f"mass covered (dashed: mean of all heads, {cover.mean():.1%})", xlim=(0, 1))
 
     panels: Any = bottom.subplots(1, TIMELINES, squeeze=False)[0]
     for axis, (label, layer, head) in zip(panels, _timeline_choice(recording, frequency, names)):

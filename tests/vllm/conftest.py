@@ -15,7 +15,7 @@ def _vllm_is_installed() -> bool:
 
 if _vllm_is_installed():
     # These run the backend on a CPU, which vLLM's own FlashAttention can't.
-    collect_ignore = ["test_vllm_engine.py", "test_vllm_calibrate.py", "test_vllm_plugin.py", "test_vllm_backend.py", "test_vllm_records.py"]
+    collect_ignore = [f"test_vllm_{name}.py" for name in ("engine", "calibrate", "plugin", "backend", "records", "probe")]
 else:
     sys.path.insert(0, str(HERE / "standin"))
 sys.path.insert(0, str(HERE))

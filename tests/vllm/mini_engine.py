@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -51,21 +50,16 @@ class MiniEngine:
         windows: tuple[int | None, ...] | None = None, speculative: Any = None, attn_type: str = "decoder", **layer_arguments: Any,
     ) -> None:
         self.block_size = block_size
-        self.config = VllmConfig(
-            model_config=ModelConfig(max_model_len=MAX_TOKENS),
-            cache_config=CacheConfig(block_size=block_size),
-            scheduler_config=SchedulerConfig(max_num_seqs=max_rows, disable_hybrid_kv_cache_manager=True),
-            additional_config={"kvskim": {"kernels": "torch", **settings}},
-            speculative_config=speculative,
-        )
+        self.config = self.make_config({"kvskim": {"kernels": "torch", **settings}}, max_rows, speculative)
         windows = windows or (None,) * num_layers
         self.free = list(range(num_blocks - 1, 0, -1))
         self.context = self.config.compilation_config.static_forward_context
-        with set_current_vllm_config(self.config):
+        with self.current_config():
             self.layers = [
                 Attention(
-                    self.num_kv_heads * self.group, self.head_size, self.scale, self.num_kv_heads, prefix=f"model.layers.{i}.attn",
-                    logits_soft_cap=softcap, per_layer_sliding_window=windows[i], attn_backend=SkimBackend, attn_type=attn_type, **layer_arguments,
+                    self.num_kv_heads * self.group, self.head_size, self.scale, self.num_kv_heads, cache_config=self.config.cache_config,
+                    prefix=f"model.layers.{i}.attn", logits_soft_cap=softcap, per_layer_sliding_window=windows[i], attn_backend=SkimBackend,
+                    attn_type=attn_type, **layer_arguments,
                 )
                 for i in range(num_layers)
             ]
@@ -76,7 +70,26 @@ class MiniEngine:
         self.state = state
         self._profile()
         self._bind(num_blocks)
-        self.builder = SkimMetadataBuilder(None, [layer.layer_name for layer in self.layers], self.config, torch.device("cpu"))
+        names = [layer.layer_name for layer in self.layers]
+        self.builder = SkimMetadataBuilder(self.layers[0].get_kv_cache_spec(self.config), names, self.config, torch.device("cpu"))
+
+    def make_config(self, additional: dict[str, Any], max_rows: int, speculative: Any) -> Any:
+        """vLLM's configuration, as the stand-in has it."""
+        from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+
+        return VllmConfig(
+            model_config=ModelConfig(max_model_len=MAX_TOKENS),
+            cache_config=CacheConfig(block_size=self.block_size),
+            scheduler_config=SchedulerConfig(max_num_seqs=max_rows, disable_hybrid_kv_cache_manager=True),
+            additional_config=additional,
+            speculative_config=speculative,
+        )
+
+    def current_config(self) -> Any:
+        """The context in which vLLM builds its layers."""
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.config)
 
     def _profile(self) -> None:
         out = torch.full((4, self.num_kv_heads * self.group, self.head_size), 7.0)

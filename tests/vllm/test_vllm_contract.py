@@ -3,6 +3,7 @@
 Runs where vLLM's Python files are importable (no GPU and none of its compiled libraries are needed); skipped elsewhere.
 """
 
+import contextlib
 import dataclasses
 import inspect
 from types import SimpleNamespace
@@ -249,3 +250,99 @@ def test_the_stand_in_has_vllms_names():
                     assert parameters(getattr(theirs, method.name))[: len(ours)] == ours, (module_name, node.name, method.name)
                     checked += 1
     assert checked > 15
+
+
+def real_config(additional, max_rows, block_size):
+    """What the real layers and builders read of vLLM's configuration."""
+    from mini_engine import MAX_TOKENS
+
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="nowhere", dtype=torch.bfloat16, max_model_len=MAX_TOKENS, is_hybrid=False, runner_type="generate", is_mm_prefix_lm=False, use_mla=False,
+            get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 64, get_num_attention_heads=lambda _: 4, get_num_kv_heads=lambda _: 2,
+            hf_text_config=SimpleNamespace(to_dict=lambda: {"model_type": "none"}),
+        ),
+        cache_config=SimpleNamespace(
+            block_size=block_size, cache_dtype="auto", user_specified_block_size=False, sliding_window=None, calculate_kv_scales=False,
+            kv_cache_dtype_skip_layers=[], enable_prefix_caching=True,
+        ),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_rows, disable_hybrid_kv_cache_manager=True),
+        compilation_config=SimpleNamespace(
+            static_forward_context={}, max_cudagraph_capture_size=8, cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True)
+        ),
+        attention_config=SimpleNamespace(backend=None, flash_attn_max_num_splits_for_cuda_graph=32),
+        speculative_config=None, kv_transfer_config=None, additional_config=additional,
+    )
+
+
+def torch_flash_attention(q, k, v, out, cu_seqlens_q, seqused_k, block_table, softmax_scale, causal, softcap, scheduler_metadata, **_):
+    """What `flash_attn_varlen_func` computes, one request after the other."""
+    assert causal is True
+    assert scheduler_metadata is not None
+    assert torch.equal(scheduler_metadata, seqused_k), "the schedule is that of other rows"
+    starts = cu_seqlens_q.tolist()
+    for row, length in enumerate(seqused_k.tolist()):
+        begin, end = starts[row], starts[row + 1]
+        if begin == end:
+            continue
+        blocks = block_table[row, : -(-length // k.shape[1])].long()
+        keys, values = (t[blocks].flatten(0, 1)[:length].repeat_interleave(q.shape[1] // k.shape[2], 1) for t in (k, v))
+        logits = torch.einsum("qhd,thd->hqt", q[begin:end], keys) * softmax_scale
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        seen = torch.arange(length) <= torch.arange(length - (end - begin), length)[:, None]
+        out[begin:end] = torch.einsum("hqt,thd->qhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), values)
+
+
+def torch_write(key, value, key_cache, value_cache, slot_mapping, *_):
+    """What `reshape_and_cache_flash` does."""
+    valid = slot_mapping >= 0
+    slots = slot_mapping[valid]
+    key_cache[slots // key_cache.shape[1], slots % key_cache.shape[1]] = key[: len(slot_mapping)][valid]
+    value_cache[slots // value_cache.shape[1], slots % value_cache.shape[1]] = value[: len(slot_mapping)][valid]
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_vllms_own_layers_and_builders_with_kvskim_in_them(monkeypatch, real, block_size):
+    """vLLM's `Attention`, `FlashAttentionImpl` and metadata builder on a CPU, with torch in the place of its two kernels."""
+    from mini_engine import MiniEngine, Request
+    from vllm.config import vllm as config_module
+
+    from kvskim.engines.vllm import facts, probe
+
+    class Engine(MiniEngine):
+        def make_config(self, additional, max_rows, speculative):
+            return real_config(additional, max_rows, self.block_size)
+
+        def current_config(self):
+            patch = pytest.MonkeyPatch.context()
+            context = patch.__enter__()
+            context.setattr(config_module, "_current_vllm_config", self.config)
+            return contextlib.closing(SimpleNamespace(close=lambda: patch.__exit__(None, None, None)))
+
+    monkeypatch.delenv("KVSKIM_CONFIG", raising=False)
+    monkeypatch.setattr(facts, "gpu_capability", lambda: (9, 0))
+    monkeypatch.setattr(real, "flash_attn_varlen_func", torch_flash_attention, raising=False)
+    monkeypatch.setattr(real, "get_scheduler_metadata", lambda *, cache_seqlens, **_: cache_seqlens.clone(), raising=False)
+    monkeypatch.setattr(real, "reshape_and_cache_flash", torch_write, raising=False)
+    monkeypatch.setattr(real, "get_flash_attn_version", lambda *_, **__: 3)
+    with torch.inference_mode():
+        engine = Engine({"selector": "rki4", "rule": "budget", "budget_pages": 6}, block_size=block_size)
+        everything = Engine({"selector": "rki4", "rule": "budget", "budget": 1.0}, block_size=block_size, softcap=5.0)
+        for e in (engine, everything):
+            a, b = Request(1), Request(2)
+            for scheduled, padding in (
+                ([(a, 250)], 0), ([(a, 1), (b, 70)], 0), ([(a, 1), (b, 1)], 0), ([(b, 1), (a, 1)], 2), ([(a, 1), (b, 30)], 0), ([(a, 3), (b, 1)], 0),
+            ):
+                before = {id(r): r.computed for r, _ in scheduled}
+                rows = e.step(scheduled, pad_rows=padding)
+                for (request, count), row in zip(sorted(scheduled, key=lambda item: item[1]), rows):
+                    for layer, actual in enumerate(row):
+                        expected = e.expected(request, layer, before[id(request)], count, 5.0 if e is everything else 0.0)
+                        if e is everything or count > 1:
+                            torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+            per_block = block_size // 16
+            places = [(r.blocks[p // per_block], p % per_block) for r in (a, b) for p in range(r.computed // 16)]
+            pages = torch.tensor([block * per_block + page for block, page in places])
+            assert probe.untrue_records(e.state, pages) == dict.fromkeys(e.state.layers, 0)
+        assert all(6 in layer.counts[:2] for layer in engine.state.layers.values())

@@ -87,7 +87,7 @@ def decode_attention(
     total = ceil_div(tokens, PAGE_TOKENS)
     first, last = settings.sink_pages, total - settings.window_pages
     candidates = max(last - first, 0)
-    limits = {"scale": settings.scale, "softcap": settings.softcap}
+    limits: Any = {"scale": settings.scale, "softcap": settings.softcap}
 
     if candidates <= settings.rule.min_pages:
         out = attention(query, key, value, **limits)

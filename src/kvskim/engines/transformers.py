@@ -229,6 +229,11 @@ def _attach(module: nn.Module, name: str, config: SkimConfig) -> SkimAttention:
     types = getattr(model_config, "layer_types", None)
     layer_type = types[index] if types and index < len(types) else None
     state.dense_reason = _dense_reason(module, model_config, layer_type, config)
+    if isinstance(getattr(module, "head_dim", None), int):
+        try:
+            state.selector.record_bytes(module.head_dim)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UnsupportedError(f"the selector does not fit this model: {error}") from error
     if model_config is not None:
         state.rotary = rotary_of(model_config, layer_type)
         state.max_position = int(getattr(model_config, "max_position_embeddings", 0) or 0)

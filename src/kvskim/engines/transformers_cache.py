@@ -116,6 +116,9 @@ class SkimLayer(DynamicLayer):
 
     def reset(self) -> None:
         super().reset()
+        # Early 5.x releases zero the keys and keep their length; an emptied cache is an empty one.
+        self.keys = self.values = None
+        self.is_initialized = False
         self.forget()
         self._seen = self.keys
 
@@ -128,7 +131,7 @@ class SkimLayer(DynamicLayer):
         self._seen = self.keys
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._follow(beam_idx.tolist())
 
     def crop(self, *args: Any, **kwargs: Any) -> None:

@@ -163,6 +163,7 @@ class SkimAttention:
         keys, longest = [], 0
         for layer, rows in zip(layers, starts):
             for row, start in enumerate(rows):
+                assert layer.keys is not None
                 tokens = (layer.get_seq_length() - start) // PAGE_TOKENS * PAGE_TOKENS
                 keys.append(layer.keys[row, :, start : start + tokens])
                 longest = max(longest, tokens)

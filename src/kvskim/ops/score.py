@@ -30,9 +30,9 @@ class ScoreScratch(Protocol):
     """uint8, 16-byte aligned; size from `sketch_scratch_bytes`."""
 
 
-def sketch_scratch_bytes(requests: int, heads: int, group: int) -> int:
-    """Bytes of ``scratch.sketch_weights``: int8 digit weights and the scales of the modes, for up to ``requests`` rows."""
-    return requests * heads * padded_group(group) * (1024 + 128)
+def sketch_scratch_bytes(requests: int, heads: int, group: int, record_bytes: int = 256) -> int:
+    """Bytes of ``scratch.sketch_weights``: int8 weights of the ``4 record_bytes`` digits and the scales of the modes, for ``requests`` rows."""
+    return requests * heads * padded_group(group) * (4 * record_bytes + 128)
 
 
 def chunk_count(requests: int, heads: int, group: int, page_capacity: int, multiprocessors: int, kernels: str) -> int:
@@ -49,7 +49,7 @@ def chunk_count(requests: int, heads: int, group: int, page_capacity: int, multi
 def score(
     selector: Any, tables: Any, query: Tensor, key_cache: Tensor, records: Tensor, block_table: Tensor, seq_lens: Tensor, *, scale: float, softcap: float = 0.0,
     sink_pages: int, window_pages: int, k_scale: float = 1.0, scores: Tensor, base: Tensor, forced: Tensor, partials: Tensor,
-    scratch: ScoreScratch | None, kernels: str, overlap: bool = False,
+    scratch: ScoreScratch | None, kernels: str, overlap: bool = False, settled: bool = False,
 ) -> None:
     """Score the pages of every request of a decode batch.
 
@@ -67,6 +67,9 @@ def score(
         scratch: needed by the CUDA and Triton kernels of the sketch.
         kernels: cuda, triton or torch. The selectors other than sketch have no CUDA scorer; with "cuda" their Triton kernels run.
         overlap: CUDA only: launch before the preceding kernel has ended (programmatic dependent launch).
+        settled: with ``overlap``: records of candidate pages, block table and lengths were complete before the chain of overlapped launches
+            began, so they may be read ahead. That holds for decode rows of one token: a page that this step completes is in the window.
+            What the preceding kernel may write, queries and keys of the open page, is never read ahead.
 
     Raises:
         ValueError: shapes or dtypes do not fit; one sentence.
@@ -83,14 +86,14 @@ def score(
             raise ValueError("the CUDA kernels of score need scratch buffers; pass scratch")
         from kvskim.ops.cuda import score_sketch as cuda
 
-        overlapped = cuda.OVERLAP_PREVIOUS if overlap else 0
+        flags = (cuda.OVERLAP_PREVIOUS | (cuda.RECORDS_SETTLED if settled else 0)) if overlap else 0
         cuda.prepare_sketch(
-            query, key_cache, tables.query_matrix, tables.coefficient_count, tables.slot_coefficient, tables.slot_digit, tables.mean,
-            block_table, seq_lens, scratch.sketch_weights, base, forced, scale, softcap, k_scale, sink_pages, window_pages, overlapped,
+            query, key_cache, tables.query_matrix, tables.slot_coefficient, tables.slot_digit, tables.mean, block_table, seq_lens,
+            scratch.sketch_weights, base, forced, scale, softcap, k_scale, sink_pages, window_pages, flags,
         )
         cuda.score_sketch(
             records, block_table, seq_lens, scratch.sketch_weights, forced, scores, partials, query.shape[1] // key_cache.shape[2],
-            key_cache.shape[1], sink_pages, window_pages, cuda.OVERLAP_PREVIOUS if overlap else 0,
+            key_cache.shape[1], sink_pages, window_pages, flags,
         )
     elif isinstance(tables, SketchTables):
         from kvskim.ops.triton.score_sketch import score_sketch

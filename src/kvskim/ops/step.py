@@ -17,7 +17,10 @@ from kvskim.selectors.base import Selector
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What is the same for every step of a layer. ``softcap`` 0: none. ``overlap``: programmatic dependent launches (CUDA only)."""
+    """What is the same for every step of a layer. ``softcap`` 0: none. ``overlap``: programmatic dependent launches (CUDA only).
+
+    ``settled``: records of candidate pages, block table and lengths were complete before the chain of overlapped launches began, see `score`.
+    """
 
     selector: Selector
     tables: Any
@@ -30,6 +33,7 @@ class StepSettings:
     v_scale: float = 1.0
     kernels: Kernels = "cuda"
     overlap: bool = False
+    settled: bool = False
 
 
 def decode_step(
@@ -41,7 +45,7 @@ def decode_step(
     score(
         s.selector, s.tables, query, key_cache, records, block_table, seq_lens, scale=s.scale, softcap=s.softcap, sink_pages=s.sink_pages,
         window_pages=s.window_pages, k_scale=s.k_scale, scores=b.scores, base=b.base, forced=b.forced, partials=b.partials, scratch=workspace,
-        kernels=s.kernels, overlap=s.overlap,
+        kernels=s.kernels, overlap=s.overlap, settled=s.settled,
     )
     select(
         b.scores, b.base, b.forced, b.partials, seq_lens, group=workspace.group, rule=s.rule, sink_pages=s.sink_pages, window_pages=s.window_pages,

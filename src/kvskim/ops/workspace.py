@@ -57,11 +57,12 @@ class Workspace:
         sink_pages, window_pages: always-attended pages.
         device: where everything lives.
         kernels: cuda, triton or torch.
+        record_bytes: of a sketch record; other selectors don't use it.
     """
 
     def __init__(
         self, *, max_requests: int, num_kv_heads: int, group: int, head_dim: int, page_capacity: int, rule: RuleParameters, sink_pages: int,
-        window_pages: int, device: torch.device | str, kernels: str,
+        window_pages: int, device: torch.device | str, kernels: str, record_bytes: int = 256,
     ) -> None:
         device = torch.device(device)
         self.max_requests, self.num_kv_heads, self.group, self.page_capacity, self.kernels = max_requests, num_kv_heads, group, page_capacity, kernels
@@ -78,7 +79,9 @@ class Workspace:
         self._pages = torch.empty(rows * self.table_capacity, dtype=torch.int32, device=device)
         self._counts = torch.empty(rows, dtype=torch.int32, device=device)
         self._covered = torch.empty(rows, dtype=torch.float32, device=device)
-        self.sketch_weights = torch.empty(sketch_scratch_bytes(max_requests, num_kv_heads, group), dtype=torch.uint8, device=device)
+        self.sketch_weights = torch.empty(
+            sketch_scratch_bytes(max_requests, num_kv_heads, group, record_bytes), dtype=torch.uint8, device=device
+        )
         partial_size, tickets = attend_scratch_sizes(max_requests, num_kv_heads, group, head_dim, page_capacity, self.multiprocessors)
         self.attend_partials = torch.empty(partial_size, dtype=torch.float32, device=device)
         self.attend_tickets = torch.zeros(tickets, dtype=torch.int32, device=device)

@@ -26,6 +26,9 @@ class SkimImpl(FlashAttentionImpl):
         UnsupportedError: the layer can't be sparse, and ``on_unsupported`` is ``refuse``.
     """
 
+    # Later versions may let a fused operation write K past do_kv_cache_update: records would not be made.
+    supports_kv_cache_update_bypass = False
+
     def __init__(
         self,
         num_heads: int,
@@ -148,5 +151,5 @@ class SkimImpl(FlashAttentionImpl):
             self.skim_state.encode(self.skim_layer, slot_mapping)
 
     def fused_rope_kvcache_supported(self) -> bool:
-        # A fused write of K would go past do_kv_cache_update, and records would not be made.
+        # As above.
         return False

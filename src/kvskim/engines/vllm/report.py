@@ -75,7 +75,7 @@ def start_block(state: SkimState) -> list[str]:
         ]
         parts = "" if state.rows >= state.max_rows else f"; larger decode batches run in parts of {state.rows}"
         lines.append(
-            f"  workspace    {state.rows} of {state.max_rows} rows x {state.page_capacity} pages, {state.workspace_bytes / _MIB:.0f} MiB{parts}"
+            f"  workspace    {state.rows} of {state.max_rows} rows x {state.page_capacity} pages, {state.workspace_bytes / _MIB:.1f} MiB{parts}"
         )
         if state.vllm_config.speculative_config is not None:
             lines.append("  speculation  rows with more than one query token keep full attention")

@@ -9,32 +9,12 @@
 // The 16 modes are processed in parts that need equally many half rows of the record: one warp owns one half row (32 coefficient rows), so up
 // to head dim 128 its share of encode_matrix stays in registers for a chunk of 64 pages, while the keys are read once per part, the later
 // times from L2. Larger head dims stream encode_matrix from L2.
-#include "encode_sketch_products.cuh"
+#include "encode_sketch_resident.cuh"
 
 namespace kvskim {
 namespace {
 
 using sketch::record_bytes;
-
-constexpr uint32_t kUnusedSlot = 0x80000000u;
-
-struct EncodeSketch {
-  const uint8_t* keys;
-  int64_t block_stride, token_stride, head_stride;  // bytes
-  int block_shift;  // log2(pages per block)
-  const int64_t* slot_mapping;
-  int tokens, window;
-  const float* mean;
-  const __nv_bfloat16* encode_matrix;
-  const uint8_t* coefficient_bits;
-  const int* coefficient_count;
-  const int16_t* slot_coefficient;
-  const uint8_t* slot_digit;
-  uint8_t* records;
-  int64_t pages;
-  int heads;
-  float key_scale;
-};
 
 template <ElementType Element, int D>
 __global__ void __launch_bounds__(kThreads, 1) encode_sketch_kernel(const EncodeSketch parameters) {
@@ -208,19 +188,28 @@ int window_slots(int tokens, int heads, int processors) {
 }
 
 template <ElementType Element, int D>
-cudaError_t launch_encode(const EncodeSketch& parameters, int flags, cudaStream_t stream) {
-  const dim3 grid(parameters.heads, ceil_div(parameters.tokens, parameters.window));
-  return launch(encode_sketch_kernel<Element, D>, grid, kThreads, Plan<Element, D>::shared_bytes, stream, flags, parameters);
+cudaError_t launch_encode(EncodeSketch parameters, int processors, int flags, cudaStream_t stream) {
+  if constexpr (D <= 128) {
+    // One CTA per SM for the whole launch. Few slots, as in a decode step: 16 of them each.
+    const int most = max(processors / parameters.heads, 1);
+    parameters.window = max(ceil_div(ceil_div(parameters.tokens, most), kPageTokens) * kPageTokens, kPageTokens);
+    const dim3 grid(parameters.heads, ceil_div(parameters.tokens, parameters.window));
+    return launch(encode_sketch_resident_kernel<Element, D>, grid, kThreads, Resident<Element, D>::shared_bytes, stream, flags, parameters);
+  } else {
+    parameters.window = window_slots(parameters.tokens, parameters.heads, processors);
+    const dim3 grid(parameters.heads, ceil_div(parameters.tokens, parameters.window));
+    return launch(encode_sketch_kernel<Element, D>, grid, kThreads, Plan<Element, D>::shared_bytes, stream, flags, parameters);
+  }
 }
 
 template <ElementType Element>
-cudaError_t launch_head_dim(int head_dim, const EncodeSketch& parameters, int flags, cudaStream_t stream) {
+cudaError_t launch_head_dim(int head_dim, const EncodeSketch& parameters, int processors, int flags, cudaStream_t stream) {
   switch (head_dim) {
-    case 64: return launch_encode<Element, 64>(parameters, flags, stream);
-    case 96: return launch_encode<Element, 96>(parameters, flags, stream);
-    case 128: return launch_encode<Element, 128>(parameters, flags, stream);
-    case 256: return launch_encode<Element, 256>(parameters, flags, stream);
-    case 576: return launch_encode<Element, 576>(parameters, flags, stream);
+    case 64: return launch_encode<Element, 64>(parameters, processors, flags, stream);
+    case 96: return launch_encode<Element, 96>(parameters, processors, flags, stream);
+    case 128: return launch_encode<Element, 128>(parameters, processors, flags, stream);
+    case 256: return launch_encode<Element, 256>(parameters, processors, flags, stream);
+    case 576: return launch_encode<Element, 576>(parameters, processors, flags, stream);
     default: return cudaErrorInvalidValue;
   }
 }
@@ -246,13 +235,13 @@ extern "C" int kvskim_encode_sketch(const void* key_cache, int element, int64_t 
   if (kPageTokens << block_shift != block_size) return cudaErrorInvalidValue;
   const int64_t bytes = element == kFloat8E4M3 ? 1 : 2;
   const EncodeSketch parameters{static_cast<const uint8_t*>(key_cache), block_stride * bytes, token_stride * bytes, head_stride * bytes,
-                                block_shift, slot_mapping, tokens, window_slots(tokens, heads, processors), mean,
+                                block_shift, slot_mapping, tokens, 0, mean,
                                 static_cast<const __nv_bfloat16*>(encode_matrix), coefficient_bits, coefficient_count, slot_coefficient,
                                 slot_digit, records, pages, heads, key_scale};
   switch (element) {
-    case kBFloat16: return launch_head_dim<kBFloat16>(head_dim, parameters, flags, stream);
-    case kFloat16: return launch_head_dim<kFloat16>(head_dim, parameters, flags, stream);
-    case kFloat8E4M3: return launch_head_dim<kFloat8E4M3>(head_dim, parameters, flags, stream);
+    case kBFloat16: return launch_head_dim<kBFloat16>(head_dim, parameters, processors, flags, stream);
+    case kFloat16: return launch_head_dim<kFloat16>(head_dim, parameters, processors, flags, stream);
+    case kFloat8E4M3: return launch_head_dim<kFloat8E4M3>(head_dim, parameters, processors, flags, stream);
     default: return cudaErrorInvalidValue;
   }
 }

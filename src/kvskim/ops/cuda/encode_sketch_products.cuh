@@ -19,6 +19,26 @@ constexpr int kBatch = 16;           // pages coded together, one per warp
 constexpr int kChunk = 64;           // pages whose codes are kept in shared memory until all modes are done
 constexpr int kLargestWindow = 1024;  // slots; all of them may complete a page
 
+constexpr uint32_t kUnusedSlot = 0x80000000u;
+
+struct EncodeSketch {
+  const uint8_t* keys;
+  int64_t block_stride, token_stride, head_stride;  // bytes
+  int block_shift;  // log2(pages per block)
+  const int64_t* slot_mapping;
+  int tokens, window;  // window: slots of a CTA
+  const float* mean;
+  const __nv_bfloat16* encode_matrix;
+  const uint8_t* coefficient_bits;
+  const int* coefficient_count;
+  const int16_t* slot_coefficient;
+  const uint8_t* slot_digit;
+  uint8_t* records;
+  int64_t pages;
+  int heads;
+  float key_scale;
+};
+
 // ---- which modes, and which half rows of them, make a part ----
 
 template <int Parts>

@@ -16,13 +16,14 @@ ELEMENT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 OVERLAP_PREVIOUS = 1
 """Launch flag: the launch may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch)."""
 RECORDS_SETTLED = 2
-"""Launch flag: every record read was complete before the kernel ahead of it began, so records are fetched while that one still runs."""
+"""Launch flag: records, block table and lengths were complete before the chain of overlapped launches began, so they are read while the kernel
+ahead still runs. Queries and keys never are."""
 
 _weight_bytes = value_function("kvskim_sketch_weight_bytes", (INT, INT, INT))
 _chunks = value_function("kvskim_score_sketch_chunks", (INT, INT, INT, INT, INT), INT)
 _prepare = function(
     "kvskim_prepare_sketch",
-    (POINTER, LONG, LONG, INT, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, INT, POINTER, LONG, POINTER,
+    (POINTER, LONG, LONG, INT, POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, INT, POINTER, LONG, POINTER,
      POINTER, POINTER, POINTER, INT, INT, INT, INT, INT, INT, INT, FLOAT, FLOAT, FLOAT, INT, STREAM),
 )
 _score = function(
@@ -50,8 +51,8 @@ def _page_shift(block_size: int) -> int:
 
 @operator("cuda_prepare_sketch", mutates=("weights", "base", "forced"))
 def prepare_sketch(
-    query: Tensor, key_cache: Tensor, query_matrix: Tensor, coefficient_count: Tensor, slot_coefficient: Tensor, slot_digit: Tensor,
-    mean: Tensor, block_table: Tensor, seq_lens: Tensor, weights: Tensor, base: Tensor, forced: Tensor, scale: float, softcap: float,
+    query: Tensor, key_cache: Tensor, query_matrix: Tensor, slot_coefficient: Tensor, slot_digit: Tensor, mean: Tensor,
+    block_table: Tensor, seq_lens: Tensor, weights: Tensor, base: Tensor, forced: Tensor, scale: float, softcap: float,
     k_scale: float, sink_pages: int, window_pages: int, flags: int,
 ) -> None:
     """Weights of all record digits, score of the mean key (``base``), exact log-mass of the always-attended pages minus it (``forced``).
@@ -59,11 +60,12 @@ def prepare_sketch(
     Args:
         query: bf16 or fp16 ``[R, H * G, D]``, last dimension contiguous, rows 16-byte aligned.
         key_cache: ``[blocks, block_size, H, D]`` in the query's dtype or float8_e4m3fn, any strides but the last, rows 16-byte aligned.
-        query_matrix, coefficient_count, slot_coefficient, slot_digit, mean: of SketchTables (256-byte records), contiguous.
+        query_matrix, slot_coefficient, slot_digit, mean: of SketchTables (256-byte records), contiguous, 16-byte aligned.
         block_table: int32 ``[R, max_blocks]``. seq_lens: int32 ``[R]``.
-        weights: uint8 scratch of ``weight_bytes``. base, forced: float32 ``[R, H, Gp]``. Rows with length 0 are left as they are.
+        weights: uint8 scratch of ``weight_bytes``. base, forced: float32 ``[R, H, Gp]``. Rows of ``base`` and ``forced`` with
+            length 0 are left as they are; their queries are read but not used.
         softcap: 0 for none.
-        flags: OVERLAP_PREVIOUS.
+        flags: OVERLAP_PREVIOUS, RECORDS_SETTLED.
     """
     heads, dim = mean.shape
     requests = seq_lens.shape[0]
@@ -72,7 +74,7 @@ def prepare_sketch(
     if query_matrix.shape[1] != 1024:
         raise ValueError(f"records of {query_matrix.shape[1] // 4} bytes; the CUDA kernel is written for 256")
     _prepare(
-        pointer(query), query.stride(0), query.stride(1), ELEMENT_TYPES[query.dtype], pointer(query_matrix), pointer(coefficient_count),
+        pointer(query), query.stride(0), query.stride(1), ELEMENT_TYPES[query.dtype], pointer(query_matrix),
         pointer(slot_coefficient), pointer(slot_digit), pointer(mean), pointer(key_cache), key_cache.stride(0), key_cache.stride(1),
         key_cache.stride(2), ELEMENT_TYPES[key_cache.dtype], pointer(block_table), block_table.stride(0), pointer(seq_lens), pointer(weights),
         pointer(base), pointer(forced), requests, heads, query.shape[1] // heads, dim, _page_shift(key_cache.shape[1]), sink_pages,

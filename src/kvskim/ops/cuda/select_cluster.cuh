@@ -72,7 +72,8 @@ struct Place {
 
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(0xffffffffu, value); }
 
-__device__ __forceinline__ float warp_sum(float value) {
+template <typename T>
+__device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
     return value;

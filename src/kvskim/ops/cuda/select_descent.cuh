@@ -94,10 +94,10 @@ __device__ void find_bin(Shared<THREADS / 32>& shared, const Place& place, const
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
         const int lower_count = __shfl_up_sync(0xffffffffu, count, distance);
-        const unsigned long long lower_mass = __shfl_up_sync(0xffffffffu, mass, distance);
-        if (lane >= distance) {
-            count += lower_count;
-            mass += lower_mass;
+        if (lane >= distance) count += lower_count;
+        if (by_mass) {
+            const unsigned long long lower_mass = __shfl_up_sync(0xffffffffu, mass, distance);
+            if (lane >= distance) mass += lower_mass;
         }
     }
     if (lane == 31) {
@@ -105,13 +105,9 @@ __device__ void find_bin(Shared<THREADS / 32>& shared, const Place& place, const
         shared.scan_mass[warp] = mass;
     }
     __syncthreads();
-    count += state.above - own_count;
+    count += state.above - own_count + warp_sum(lane < warp ? shared.scan_count[lane] : 0);
     mass += state.mass - own_mass;
-#pragma unroll 1
-    for (int i = 0; i < warp; ++i) {
-        count += shared.scan_count[i];
-        mass += shared.scan_mass[i];
-    }
+    if (by_mass) mass += warp_sum(lane < warp ? shared.scan_mass[lane] : 0ull);
     for (int i = 0; i < EACH; ++i) {
         const int next_count = count + histograms.count[top - i];
         unsigned long long next_mass = mass;

@@ -1,0 +1,150 @@
+// Exact log-mass of the pages that are always attended, and the score of the mean key, for one or two requests a CTA.
+#pragma once
+#include "prepare_sketch.cuh"
+
+namespace kvskim {
+
+template <bool HALF>
+__device__ __forceinline__ float2 pair_of(uint32_t x) {
+  if constexpr (HALF) return __half22float2(reinterpret_cast<const __half2&>(x));
+  else return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+
+// Eight float8 keys as four pairs in the type of the query.
+template <bool HALF>
+__device__ __forceinline__ uint4 widen(uint2 raw) {
+  uint32_t out[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const auto pair = static_cast<__nv_fp8x2_storage_t>((i < 2 ? raw.x : raw.y) >> (16 * (i & 1)));
+    const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3);
+    if constexpr (HALF) out[i] = static_cast<uint32_t>(h.x) | static_cast<uint32_t>(h.y) << 16;
+    else {
+      const float2 f = __half22float2(__half2(h));
+      out[i] = bf16_pair(f.x, f.y);  // exact: e4m3 has 4 bits of mantissa
+    }
+  }
+  return make_uint4(out[0], out[1], out[2], out[3]);
+}
+
+// Logits before the scale of the 16 tokens of a page: rows at row[0] (tokens g) and row[1] (g + 8), columns of eight query heads.
+template <bool HALF, bool FLOAT8>
+__device__ __forceinline__ void page_logits(const PrepareArguments& p, const int64_t (&row)[2], const uint16_t* query, float (&sum)[4]) {
+  const int steps = p.dim / 32;
+  for (int first_step = 0; first_step < steps; first_step += kSteps) {
+    using Keys = std::conditional_t<FLOAT8, uint2, uint4>;
+    Keys key[2][kSteps];
+    uint4 x[kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int64_t offset = 32 * (first_step + s);
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if constexpr (FLOAT8) key[h][s] = load8_here(p.key_cache + (row[h] + offset), first_step + s < steps);
+        else key[h][s] = load16_here(p.key_cache + 2 * (row[h] + offset), first_step + s < steps);
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) x[s] = load16_here(query + 32 * (first_step + s), first_step + s < steps);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      uint4 a, b;
+      if constexpr (FLOAT8) a = widen<HALF>(key[0][s]), b = widen<HALF>(key[1][s]);
+      else a = key[0][s], b = key[1][s];
+      mma_16816<HALF>(sum, a.x, b.x, a.y, b.y, x[s].x, x[s].y);
+      mma_16816<HALF>(sum, a.z, b.z, a.w, b.w, x[s].z, x[s].w);
+    }
+  }
+}
+
+// A warp serves one team: up to eight query heads of one request of the CTA. The warps of a team share its pages.
+template <bool HALF>
+__device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int role, int head) {
+  __shared__ float warp_max[kPrepareWarps][8], warp_sum[kPrepareWarps][8], mean_score[2][16];
+  __shared__ int live[kPrepareWarps];
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
+  const int columns = 1 << p.column_shift, tiles = columns == 16 ? 2 : 1, teams = p.forced_requests * tiles;
+  const int team = warp % teams, start = warp / teams, stride = kPrepareWarps / teams;
+  const int first_request = role * p.forced_requests, request = first_request + team / tiles, first_member = 8 * (team % tiles);
+  const float* mean = p.mean + head * p.dim;
+  if (32 * tid < p.dim) asm volatile("prefetch.global.L2 [%0];" ::"l"(mean + 32 * tid));
+  if (!p.settled) wait_previous_kernel();
+  const int length = request < p.requests && start < stride ? p.seq_lens[request] : 0;
+  const int pages = length > 0 ? ceil_div(length, kPageTokens) : 0, first = min(p.sink_pages, pages), last = min(p.window_pages, pages - first);
+  const BlockTable table{p.block_table + request * p.block_table_stride, p.page_shift};
+  auto page_of = [&](int i) { return i < first ? i : pages - last + (i - first); };
+  int block = start < first + last ? table.entry(page_of(start)) : 0;
+  wait_previous_kernel();
+
+  auto query_of = [&](int r, int member) {
+    return p.query + r * p.query_row_stride + (head * p.group + min(member, p.group - 1)) * p.query_head_stride;
+  };
+  const int block_tokens = kPageTokens << p.page_shift;
+  const float factor = p.scale * p.key_scale;
+  float largest[2] = {-INFINITY, -INFINITY}, sums[2] = {};
+  for (int i = start; i < first + last; i += stride) {
+    const int page = page_of(i), token = (page * kPageTokens) & (block_tokens - 1);
+    // Tokens past the end may lie in memory that was never written: their row is read from the page's first token instead and left out.
+    const bool inside[2] = {page * kPageTokens + g < length, page * kPageTokens + g + 8 < length};
+    int64_t row[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      row[h] = block * p.key_block_stride + (token + (inside[h] ? g + 8 * h : 0)) * p.key_token_stride + head * p.key_head_stride + 8 * q;
+    if (i + stride < first + last) block = table.entry(page_of(i + stride));
+    const uint16_t* query = query_of(request, first_member + g) + 8 * q;
+    float sum[4] = {};
+    if (p.float8) page_logits<HALF, true>(p, row, query, sum);
+    else page_logits<HALF, false>(p, row, query, sum);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float logit[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float x = sum[2 * h + c] * factor;
+        if (p.softcap > 0.f) x = p.softcap * tanhf(x / p.softcap);
+        logit[h] = inside[h] ? x : -INFINITY;
+      }
+      float m = fmaxf(logit[0], logit[1]);
+#pragma unroll
+      for (int x = 4; x < 32; x <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, x));
+      m = fmaxf(m, largest[c]);
+      sums[c] = sums[c] * expf(largest[c] - m) + (expf(logit[0] - m) + expf(logit[1] - m));
+      largest[c] = m;
+    }
+  }
+  // Scores of the mean key, a warp each, the last warps first: with few pages they have nothing else to do.
+  const int dots = min(p.forced_requests, p.requests - first_request) << p.column_shift;
+  for (int i = kPrepareWarps - 1 - warp; i < dots; i += kPrepareWarps) {
+    const uint16_t* from = query_of(first_request + (i >> p.column_shift), i & (columns - 1));
+    float sum = 0.f;
+    for (int d = 4 * lane; d < p.dim; d += 128) {
+      const float4 m = *reinterpret_cast<const float4*>(mean + d);
+      const uint2 x = *reinterpret_cast<const uint2*>(from + d);
+      const float2 low = pair_of<HALF>(x.x), high = pair_of<HALF>(x.y);
+      sum = fmaf(low.x, m.x, fmaf(low.y, m.y, fmaf(high.x, m.z, fmaf(high.y, m.w, sum))));
+    }
+#pragma unroll
+    for (int x = 16; x; x >>= 1) sum += __shfl_xor_sync(~0u, sum, x);
+    if (lane == 0) mean_score[i >> p.column_shift][i & (columns - 1)] = sum * p.scale;
+  }
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    float total = sums[c];
+#pragma unroll
+    for (int x = 4; x < 32; x <<= 1) total += __shfl_xor_sync(~0u, total, x);
+    if (g == 0) warp_max[warp][2 * q + c] = largest[c], warp_sum[warp][2 * q + c] = total;
+  }
+  if (lane == 0) live[warp] = length > 0;
+  __syncthreads();
+  const int own = tid >> p.column_shift, member = tid & (columns - 1), from = own * tiles + member / 8;
+  if (own < p.forced_requests && live[from]) {
+    float m = -INFINITY, total = 0.f;
+    for (int w = from; w < stride * teams; w += teams) m = fmaxf(m, warp_max[w][member & 7]);
+    for (int w = from; w < stride * teams; w += teams) total += warp_sum[w][member & 7] * expf(warp_max[w][member & 7] - m);
+    const int64_t to = (((first_request + own) * static_cast<int64_t>(p.heads) + head) << p.column_shift) + member;
+    const float base = mean_score[own][member];
+    p.base[to] = base;
+    p.forced[to] = member < p.group ? m + logf(total) - base : 0.f;
+  }
+}
+
+}  // namespace kvskim

@@ -1,0 +1,166 @@
+// Int8 weights of the digits of five half rows, and the scales of their modes, for a slice of columns. A column is one (request, query head).
+#pragma once
+#include "prepare_sketch.cuh"
+
+namespace kvskim {
+
+// Two fp16 as a sum of two bf16 pairs: 8 + 8 bits of mantissa hold the 11 of fp16, so the split is exact but for the smallest subnormals.
+__device__ __forceinline__ void split_half(uint32_t x, uint32_t& high, uint32_t& low) {
+  const float2 f = __half22float2(reinterpret_cast<const __half2&>(x));
+  const __nv_bfloat162 h = __floats2bfloat162_rn(f.x, f.y);
+  const float2 back = __bfloat1622float2(h);
+  high = reinterpret_cast<const uint32_t&>(h);
+  low = bf16_pair(f.x - back.x, f.y - back.y);
+}
+
+// One step of 32 channels: rows (a: rows g, b: rows g + 8) times columns.
+template <bool HALF>
+__device__ __forceinline__ void multiply_step(float (&sum)[4], const uint4& a, const uint4& b, const uint4& x) {
+  if constexpr (HALF) {
+    uint4 high, low;
+    split_half(x.x, high.x, low.x), split_half(x.y, high.y, low.y), split_half(x.z, high.z, low.z), split_half(x.w, high.w, low.w);
+    mma_16816<false>(sum, a.x, b.x, a.y, b.y, high.x, high.y);
+    mma_16816<false>(sum, a.z, b.z, a.w, b.w, high.z, high.w);
+    mma_16816<false>(sum, a.x, b.x, a.y, b.y, low.x, low.y);
+    mma_16816<false>(sum, a.z, b.z, a.w, b.w, low.z, low.w);
+  } else {
+    mma_16816<false>(sum, a.x, b.x, a.y, b.y, x.x, x.y);
+    mma_16816<false>(sum, a.z, b.z, a.w, b.w, x.z, x.w);
+  }
+}
+
+// Whether a request is padding does not matter here: its query is valid memory, its columns touch no others, and nobody reads its weights.
+template <bool HALF, int TILES>
+__device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int bundle, int head, int first_column) {
+  constexpr int kColumns = 8 * TILES;
+  static_assert(kBundleSlots <= 256, "the rows of a bundle are counted in bytes");
+  __shared__ float row_weight[kBundleSlots][kColumns + 1];
+  __shared__ int column_max[kBundleRows][kColumns], column_sum[kBundleRows][kColumns];
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
+  const int half = warp >> 1, unit = warp & 1, steps = p.dim / 32;
+  const BundleRow own = p.bundles.row[bundle][half];
+  const bool used = own.slot >= 0;
+  const int64_t slot = head * kSlots + own.slot + sketch::unit_slots * unit;  // the first of this warp's rows, and of its slots
+
+  // Everything that does not depend on the query, before the kernel ahead of this one has ended. Rows past the mode's coefficient count
+  // are zero, so the count is not needed.
+  uint4 a[2][kSteps];
+  const __nv_bfloat16* rows = p.query_matrix + (slot + g) * p.dim + 8 * q;
+  auto load_rows = [&](int first_step) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      a[0][s] = load16_here(rows + 32 * (first_step + s), first_step + s < steps);
+      a[1][s] = load16_here(rows + 8 * p.dim + 32 * (first_step + s), first_step + s < steps);
+    }
+  };
+  // Lane q holds the slots 4 q .. 4 q + 3 of the unit, as the tensor core of the score kernel does.
+  uint32_t slot_rows = 0, digits = 0;  // a byte each
+  if (used) {
+    const uint2 coefficients = load8_here(p.slot_coefficient + slot + 4 * q);
+    digits = load4_here(p.slot_digit + slot + 4 * q);
+    load_rows(0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int coefficient = static_cast<int16_t>((i < 2 ? coefficients.x : coefficients.y) >> (16 * (i & 1)));
+      slot_rows |= static_cast<uint32_t>(max(0, min(coefficient - (own.slot - sketch::half_row * half), kBundleSlots - 1))) << (8 * i);
+    }
+  }
+  for (int i = tid; i < kBundleRows * kColumns; i += kPrepareThreads) (&column_max[0][0])[i] = (&column_sum[0][0])[i] = 0;
+  wait_previous_kernel();
+
+  const int columns = 1 << p.column_shift;
+  if (used) {
+    // Columns past the group or the batch repeat another: what comes of them is not read or not written.
+    const uint16_t* query[TILES];
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      const int column = first_column + 8 * n + g;
+      const int request = min(column >> p.column_shift, p.requests - 1), member = min(column & (columns - 1), p.group - 1);
+      query[n] = p.query + request * p.query_row_stride + (head * p.group + member) * p.query_head_stride + 8 * q;
+    }
+    float sum[TILES][4] = {};
+    constexpr int kTogether = TILES == 2 ? 2 : 1;  // column tiles whose queries are loaded at once: what registers allow
+    for (int first_step = 0; first_step < steps; first_step += kSteps) {
+      if (first_step) load_rows(first_step);
+#pragma unroll
+      for (int n = 0; n < TILES; n += kTogether) {
+        uint4 x[kTogether][kSteps];
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+          for (int m = 0; m < kTogether; ++m) x[m][s] = load16_here(query[n + m] + 32 * (first_step + s), first_step + s < steps);
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+          for (int m = 0; m < kTogether; ++m) multiply_step<HALF>(sum[n + m], a[0][s], a[1][s], x[m][s]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) row_weight[16 * warp + 8 * (i >> 1) + g][8 * n + 2 * q + (i & 1)] = sum[n][i] * p.scale;
+  }
+  __syncthreads();
+
+  float weight[TILES][4];
+  if (used)
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      int largest = 0;  // of the bits: orders as the magnitudes do, with NaN above all
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int digit = digits >> (8 * i) & 0xff;
+        weight[n][i] = digit < sketch::positions ? row_weight[slot_rows >> (8 * i) & 0xff][8 * n + g] * __int_as_float((127 + 2 * digit) << 23) : 0.f;
+        largest = max(largest, __float_as_int(weight[n][i]) & 0x7fffffff);
+      }
+      largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+      if (q == 0) atomicMax(&column_max[own.first][8 * n + g], largest);
+    }
+  __syncthreads();
+
+  const int tile_columns = min(columns, 8);
+  if (used)
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      const int local = 8 * n + g, column = first_column + local, request = column >> p.column_shift, member = column & (columns - 1);
+      const float largest = __int_as_float(column_max[own.first][local]);
+      const float inverse = largest > 1e-30f ? __fdiv_rn(127.f, largest) : 0.f;  // NaN and next to nothing: all weights 0
+      uint32_t packed = 0;
+      int total = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int w = __float2int_rn(weight[n][i] * inverse);
+        total += w;
+        packed |= static_cast<uint32_t>(w & 0xff) << (8 * i);
+      }
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      if (q == 0) atomicAdd(&column_sum[own.first][local], total);
+      if (request < p.requests) {
+        uint8_t* to = p.weights + ((static_cast<int64_t>(request) * p.heads + head) << p.column_shift) * kWeightBytes;
+        to += (member & ~(tile_columns - 1)) * kWeightBytes;
+        to += ((own.product / 2 * tile_columns + (member & (tile_columns - 1))) * 4 + q) * 16 + (own.product & 1) * 8 + 4 * unit;
+        *reinterpret_cast<uint32_t*>(to) = packed;
+      }
+    }
+  __syncthreads();
+
+  for (int i = tid; i < kBundleRows * kColumns; i += kPrepareThreads) {
+    const int place = i / kColumns, local = i % kColumns, column = first_column + local;
+    const int request = column >> p.column_shift, member = column & (columns - 1);
+    const BundleRow of = p.bundles.row[bundle][place];
+    if (of.slot < 0 || of.first != place || request >= p.requests) continue;
+    // The digits count from the middle, -3/2 .. 3/2: their bias and the accumulator's start go into the offset, with the rounded weights.
+    // Bias and start together are a multiple of 1/2 below 2^24: whole part and half are exact, so the offset is rounded once.
+    const float scale = __fdiv_rn(__int_as_float(column_max[place][local]), 127.f) * p.bundles.fold[of.mode];
+    const int bias = 3 * p.bundles.power[of.mode] * column_sum[place][local];
+    const float whole = static_cast<float>(static_cast<int>(kMagic) + (bias >> 1)), half_unit = (bias & 1) ? 0.5f : 0.f;
+    float* to = reinterpret_cast<float*>(p.scales) + ((static_cast<int64_t>(request) * p.heads + head) << p.column_shift) * (kScaleBytes / 4);
+    to += (member & ~(tile_columns - 1)) * (kScaleBytes / 4) + of.mode * tile_columns * 2 + (member & (tile_columns - 1)) / 2 * 4 + (member & 1);
+    to[0] = scale;
+    to[2] = -fmaf(scale, whole, scale * half_unit);
+  }
+}
+
+}  // namespace kvskim
