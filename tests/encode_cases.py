@@ -19,8 +19,8 @@ STEPS = {1: 1.0, 2: 0.3, 3: 0.09, 4: 0.03}
 """Step of a coefficient by its number of digits; keys in the tests have a spread of about 1.5."""
 
 
-def random_sketch_tables(heads: int, dim: int, record_bytes: int, generator: torch.Generator) -> SketchTables:
-    """Tables with random directions, widths and counts, digits in random slots, and some slots unused."""
+def random_sketch_tables(heads: int, dim: int, record_bytes: int, generator: torch.Generator, most_digits: int = 4) -> SketchTables:
+    """Tables with random directions, widths (1 to ``most_digits`` digits) and counts, digits in random slots, and some slots unused."""
     layout = sketch_layout(record_bytes)
     slots = layout.slots
     encode_matrix, query_matrix = torch.zeros(2, heads, slots, dim)
@@ -36,7 +36,7 @@ def random_sketch_tables(heads: int, dim: int, record_bytes: int, generator: tor
             entries: list[tuple[int, int]] = []
             row = start
             while room > 0 and row - start < dim:
-                digits = min(room, int(torch.randint(1, 5, (1,), generator=generator)))
+                digits = min(room, int(torch.randint(1, most_digits + 1, (1,), generator=generator)))
                 direction = torch.randn(dim, generator=generator)
                 direction /= direction.norm()
                 encode_matrix[h, row], query_matrix[h, row] = direction / STEPS[digits], direction * STEPS[digits]
@@ -65,6 +65,7 @@ class EncodeCase:
     blocks: int = 6
     layout: str = "tokens"
     bias: float = 0.0
+    most_digits: int = 4
     seed: int = 0
     device: torch.device | str = "cpu"
 
@@ -74,7 +75,7 @@ class EncodeCase:
         width = self.selector.record_bytes(self.dim)
         self.k_scale = 0.37 if self.dtype == torch.float8_e4m3fn else 1.0
         if self.selector_name == "sketch":
-            tables: Any = random_sketch_tables(self.heads, self.dim, width, g)
+            tables: Any = random_sketch_tables(self.heads, self.dim, width, g, self.most_digits)
             centre = tables.mean
         else:
             centre = torch.randn(self.heads, self.dim, generator=g) * 2
@@ -134,8 +135,9 @@ class EncodeCase:
         tables = self.tables.to("cpu")
         ours, reference = (self.selector.score(self.queries(), r[done], tables) for r in (actual, wanted))
         error = float((ours - reference).abs().max())
-        # Eigenvectors may come with either sign, and half-way codes round either way with them.
-        if not error <= (0.02 if self.selector_name in ("sketch", "mean", "minmax") else 0.08):
+        # Eigenvectors may come with either sign, and half-way codes round either way with them. One two-bit code of a sketch that is off
+        # by one, which `sketch_problems` allows, moves a logit by 0.35 q . direction.
+        if not error <= {"sketch": 0.25, "mean": 0.02, "minmax": 0.02}.get(self.selector_name, 0.08):
             found.append(f"scores differ by {error:.3f}")
         return found
 
@@ -154,7 +156,8 @@ def sketch_problems(actual: Tensor, wanted: Tensor, tables: SketchTables) -> lis
     used = int(tables.coefficient_count.sum()) * len(actual)
     if int(difference.max()) > 1:
         found.append(f"codes differ by up to {int(difference.max())}")
-    if int((difference > 0).sum()) > max(1, 0.005 * used):
+    # About 0.3% of these random codes are next to a boundary that rounding a mode to fp16 crosses; few codes may have a few more.
+    if int((difference > 0).sum()) > 5 + 0.005 * used:
         found.append(f"{int((difference > 0).sum())} of {used} codes differ")
     unused = unpack_digits(actual, tables.layout)[:, tables.slot_digit == UNUSED_DIGIT]
     if bool((unused != 0).any()):

@@ -157,7 +157,8 @@ def make_case(
     device: str = "cpu",
     dtype: torch.dtype = torch.float16,
 ) -> Case:
-    """Random scores. flavour: plain, ties (few distinct values), equal, nan (some pages), empty (all -inf), infinite (some pages).
+    """Random scores. flavour: plain, ties (few distinct values), equal, nan (some pages), empty (all -inf), infinite (some pages),
+    narrow (different, but all within a few percent), underflow (most pages have no mass at all).
 
     Everything that may not be read (padded columns, pages outside the candidates, chunks without a tile) holds NaN.
     """
@@ -171,6 +172,10 @@ def make_case(
         scores = torch.full_like(scores, 1.5)
     elif flavour == "empty":
         scores = torch.full_like(scores, -math.inf)
+    elif flavour == "narrow":
+        scores = 1.5 + 0.05 * torch.rand(scores.shape, generator=generator)
+    elif flavour == "underflow":
+        scores = torch.where(torch.rand(requests, heads, capacity, 1, generator=generator) < 0.9, -150.0, scores)
     forced = torch.randn(requests, heads, padded, generator=generator) * 2 + 5
     base = torch.randn(requests, heads, padded, generator=generator) * 5
     if seq_lens is None:
@@ -216,4 +221,4 @@ RULES = [
     RuleParameters(rule="coverage", coverage=0.99999, min_pages=0, max_pages=20),
     RuleParameters(rule="coverage", coverage=0.3, min_pages=0),
 ]
-FLAVOURS = ["plain", "ties", "equal", "nan", "infinite", "empty"]
+FLAVOURS = ["plain", "ties", "equal", "nan", "infinite", "empty", "narrow", "underflow"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvskim.layout import ceil_div, dct_matrix, padded_group, sketch_layout
+from kvskim.ops.score import sketch_scratch_bytes
 from kvskim.selectors.sketch import SketchTables, round_weights, slot_weights, unpack_digits
 
 GUARD = 256
@@ -125,7 +126,7 @@ class SketchCase:
         )
 
     def scratch(self) -> Scratch:
-        size = len(self.lengths) * self.heads * padded_group(self.group) * (4 * self.record_bytes + 128)
+        size = sketch_scratch_bytes(len(self.lengths), self.heads, self.group, self.record_bytes)
         return Scratch(torch.full((size,), 0x7F, dtype=torch.uint8, device=self.device))
 
     def settings(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from attend_data import Buffers, Case, check, expected, make_case, run
 from kvskim.ops.attend import attend
-from kvskim.ops.attend_plan import MAXIMUM_SPLITS, PER_MULTIPROCESSOR, attend_plan, attend_scratch_sizes
+from kvskim.ops.attend_plan import MAXIMUM_CLUSTER, MAXIMUM_SPLITS, PER_MULTIPROCESSOR, attend_cluster, attend_plan, attend_scratch_sizes
 
 LENGTHS = [0, 1, 15, 16, 17, 31, 32, 33, 200]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -152,6 +152,24 @@ def test_plan_fills_the_gpu_and_fits_the_scratch(requests: int, heads: int) -> N
     blocks = requests * heads * long.splits
     assert blocks >= min(MAXIMUM_SPLITS, multiprocessors)
     assert requests * heads > 8 * PER_MULTIPROCESSOR * multiprocessors or blocks <= 8 * PER_MULTIPROCESSOR * multiprocessors
+
+
+def test_clusters_fill_the_gpu_and_run_at_once() -> None:
+    multiprocessors = 132
+    for rows in range(1, 400):
+        for capacity in (1, 3, 64, 8192, 262144):
+            cluster = attend_cluster(rows, 1, capacity, multiprocessors)
+            assert cluster in (1, 2, 4, 8, MAXIMUM_CLUSTER)
+            assert cluster == attend_cluster(1, rows, capacity, multiprocessors)
+            assert cluster == 1 or rows * cluster <= multiprocessors or (cluster == 2 and rows <= multiprocessors)
+            assert cluster < 2 * capacity
+            if capacity >= 64 and 4 < rows <= multiprocessors:
+                assert 2 * rows * cluster > multiprocessors  # more than half of it
+    assert attend_cluster(1, 8, 1024, multiprocessors) == 16
+    assert attend_cluster(8, 8, 8192, multiprocessors) == 2
+    assert attend_cluster(1, 1, 64, multiprocessors) == 16  # a short request, however few the rows
+    assert attend_cluster(1, 1, 262144, multiprocessors) == 1  # needs more splits than a cluster has
+    assert attend_cluster(32, 8, 8192, multiprocessors) == 1
 
 
 def test_case_generator_makes_what_it_says() -> None:

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import tiny_model
 
 from kvskim.eval import texts
 from kvskim.eval.model import ATTENTION_NAME, EvalModel, page_blocks, register_attention
@@ -14,6 +13,7 @@ from kvskim.eval.selector_table import Candidate, TableRun, agreement, fidelity,
 from kvskim.eval.selectors_report import markdown, run_table
 from kvskim.rules import RuleParameters
 from kvskim.selectors import PageTables, get_selector
+from tiny import tiny_model
 
 
 class Tokenizer:

@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 
 from kvskim.ops import score as op
 from kvskim.ops.triton import score_sketch as kernel
+from kvskim.ops.workspace import Workspace
+from kvskim.rules import RuleParameters
 from kvskim.selectors.sketch import Sketch
 from sketch_cases import Scratch, SketchCase, compare
 
@@ -61,6 +63,16 @@ def test_nan_query_selects_instead_of_hiding() -> None:
     pages = case.scored_pages(0)
     assert (out["scores"][0, 0, :pages, 1].float() >= 60_000).all()
     assert (out["scores"][0, 0, :pages, 0].float() < 60_000).all()
+
+
+@pytest.mark.parametrize("record_bytes", [128, 192, 256, 384])
+def test_scratch_of_a_workspace_suffices(record_bytes: int) -> None:
+    rule = RuleParameters(rule="budget", budget_pages=8, min_pages=0)
+    workspace = Workspace(
+        max_requests=3, num_kv_heads=2, group=5, head_dim=64, page_capacity=20, rule=rule, sink_pages=1, window_pages=1, device="cpu", kernels="triton",
+        record_bytes=record_bytes,
+    )
+    assert workspace.sketch_weights.numel() >= kernel.weight_bytes(3, 2, 5, record_bytes)
 
 
 def test_scratch_that_is_too_small_is_refused() -> None:

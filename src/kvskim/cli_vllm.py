@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvskim.config import cache_directory, configured_by, is_disabled, load_config, nvcc_path
+from kvskim.config import cache_directory, configured_by, is_disabled, load_config, nvcc_path, publish
 from kvskim.config_sources import read_settings
 from kvskim.errors import KvskimError
 
@@ -45,7 +45,7 @@ def serve(
         raise KvskimError("KVSKIM_DISABLE is set; unset it, or use vllm serve")
     if config is not None:
         # vLLM's workers are other processes: they read it from there.
-        os.environ["KVSKIM_CONFIG"] = config
+        publish("KVSKIM_CONFIG", config)
     load_config()
     backend_arguments = [] if backend is not None else ["--attention-backend", "CUSTOM"]
     os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *backend_arguments, *rest])

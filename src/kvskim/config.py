@@ -164,6 +164,11 @@ def configured_by() -> str | None:
     return next((name for name in ("KVSKIM_CONFIG", *PREDECESSOR_VARIABLES) if name in os.environ), None)
 
 
+def publish(name: str, value: str) -> None:
+    """Set an environment variable for the processes that this one starts: vLLM's workers read their configuration from it."""
+    os.environ[name] = value
+
+
 def is_disabled() -> bool:
     """Whether `KVSKIM_DISABLE` switches kvskim off; raises `ConfigError` on a value that is neither yes nor no."""
     text = os.environ.get("KVSKIM_DISABLE")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,42 @@ def test_splits_and_long_requests(kernels: str, lengths: list[int], select: str)
     """From one request over the whole GPU to a batch that fills it, where a warp looks up more than a hundred pages."""
     case = gpu_case(lengths, select=select, heads=2, dim=128)
     check(case, run(case, kernels))
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("lengths", [[0, 1, 17, 200, 3000], [100, 0, 400, 16] * 20], ids=["few", "several_waves"])
+@pytest.mark.parametrize(("dim", "group", "fp8"), [(64, 4, False), (128, 4, False), (128, 16, False), (128, 5, True), (256, 16, False), (256, 16, True)])
+def test_every_way_of_merging(monkeypatch: pytest.MonkeyPatch, cluster: int, lengths: list[int], dim: int, group: int, fp8: bool) -> None:
+    """Through global memory (1) and in clusters; a few that get a multiprocessor for each block, and more than fit at once."""
+    monkeypatch.setattr("kvskim.ops.attend.attend_cluster", lambda *_: cluster)
+    case = gpu_case(lengths, dim=dim, group=group, fp8=fp8)
+    buffers = Buffers(case)
+    run(case, "cuda", buffers=buffers)
+    check(case, buffers)
+    if cluster > 1:
+        assert torch.isnan(buffers.scratch.attend_partials).all()  # not used
+    first = buffers.out.clone()
+    for _ in range(20):
+        run(case, "cuda", buffers=buffers)
+    assert torch.equal(buffers.out, first)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("requests", [3, 16, 44])
+def test_launches_of_few_and_many_blocks_follow_one_another(overlap: bool, requests: int) -> None:
+    """Consecutive launches of different shapes, some without waiting for the one ahead, share the GPU and the scratch."""
+    shapes = [[900, 17, 300] * requests, [5000], [300, 0] * requests, [64] * 300]
+    cases = [gpu_case(lengths, dim=128, heads=1, select="with_open", seed=seed) for seed, lengths in enumerate(shapes)]
+    buffers = [Buffers(case) for case in cases]
+    names = ("attend_partials", "attend_tickets")
+    shared = SimpleNamespace(**{name: max((getattr(own.scratch, name) for own in buffers), key=torch.numel) for name in names})
+    for own in buffers:
+        own.scratch = shared
+    for _ in range(10):
+        for case, own in zip(cases, buffers):
+            run(case, "cuda", buffers=own, overlap_previous=overlap)
+    for case, own in zip(cases, buffers):
+        check(case, own)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -144,10 +181,15 @@ def test_triton_equals_cuda(dim: int, fp8: bool) -> None:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_replay_of_a_graph_follows_new_lengths_and_counts(kernels: str, overlap: bool) -> None:
-    """Lengths, counts and tables change between replays of one graph; the tickets come back to zero each time."""
-    if overlap and kernels == "triton":
+@pytest.mark.parametrize("cluster", [None, 1, 4])
+def test_replay_of_a_graph_follows_new_lengths_and_counts(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, overlap: bool, cluster: int | None
+) -> None:
+    """Lengths, counts and tables change between replays of one graph; the tickets come back to zero each time. cluster None: as planned."""
+    if (overlap or cluster) and kernels == "triton":
         pytest.skip("CUDA only")
+    if cluster:
+        monkeypatch.setattr("kvskim.ops.attend.attend_cluster", lambda *_: cluster)
     options: dict[str, Any] = dict(dim=128, block_size=64, capacity=250)
     cases = [gpu_case([4000, 1000, 64, 0], seed=seed, select=select, **options) for seed, select in enumerate(("identity", "with_open", "mixed"))]
     keywords = dict(overlap_previous=True) if overlap else {}

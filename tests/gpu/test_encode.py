@@ -51,6 +51,18 @@ def test_sketch_shapes_dtypes_and_strides(layout: str, dim: int, dtype: torch.dt
 
 
 @on_hopper
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("most_digits", [1, 2])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_more_coefficients_than_registers_hold(dim: int, most_digits: int, dtype: torch.dtype) -> None:
+    """Narrow codes: most of the 1024 rows of encode_matrix are used, from every place that holds them."""
+    case = EncodeCase(dim=dim, dtype=dtype, blocks=40, seed=dim, most_digits=most_digits, device="cuda")
+    slots = slot_lists(case)["prompt"]
+    case.run(slots, "cuda")
+    assert case.problems(slots) == []
+
+
+@on_hopper
 @pytest.mark.parametrize(("heads", "pages"), [(8, 1100), (1, 400), (160, 200)])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_windows_of_every_size(dim: int, heads: int, pages: int) -> None:
@@ -61,6 +73,15 @@ def test_windows_of_every_size(dim: int, heads: int, pages: int) -> None:
         slots = slot_lists(case)[name]
         case.run(slots, "cuda")
         assert case.problems(slots) == [], name
+
+
+@on_hopper
+def test_more_completed_pages_than_one_list_holds() -> None:
+    """More heads than SMs, so that one CTA looks at all slots; every slot completes a page, pages come again and again."""
+    case = EncodeCase(dim=64, heads=140, block_size=16, blocks=20, device="cuda")
+    slots = slot_lists(case)["decode, all complete"][:19]
+    case.run(slots * 250, "cuda")
+    assert case.problems(slots) == []
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

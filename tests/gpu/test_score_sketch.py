@@ -36,11 +36,13 @@ def make_case(kernels: str, **settings: Any) -> SketchCase:
     return SketchCase(**settings, device=DEVICE)
 
 
-def run(case: SketchCase, kernels: str, scratch: Any = None, out: dict[str, Tensor] | None = None, overlap: bool = False) -> dict[str, Tensor]:
+def run(
+    case: SketchCase, kernels: str, scratch: Any = None, out: dict[str, Tensor] | None = None, overlap: bool = False, settled: bool = False,
+) -> dict[str, Tensor]:
     out = case.outputs() if out is None else out
     op.score(
         Sketch(case.record_bytes), case.tables, **case.inputs, **case.settings(), **out, scratch=scratch or case.scratch(), kernels=kernels,
-        overlap=overlap,
+        overlap=overlap, settled=settled,
     )
     return out
 
@@ -149,20 +151,21 @@ def test_four_million_tokens() -> None:
 
 
 @cuda_only
+@pytest.mark.parametrize("settled", [False, True], ids=["", "settled"])
 @pytest.mark.parametrize("group", [4, 8, 16])
-def test_graph_with_overlapped_launches_equals_eager(group: int) -> None:
+def test_graph_with_overlapped_launches_equals_eager(group: int, settled: bool) -> None:
     """Twenty layers back to back, each launch allowed to begin before the one ahead has ended, with one scratch for all."""
     cases = [make_case("cuda", lengths=[3000, 0, 17, 9000], group=group, dim=128, seed=s) for s in range(20)]
     scratch = cases[0].scratch()
     wanted = [run(case, "cuda", case.scratch()) for case in cases]
     got = [case.outputs() for case in cases]
     for case, out in zip(cases, got):
-        run(case, "cuda", scratch, out, overlap=True)
+        run(case, "cuda", scratch, out, overlap=True, settled=settled)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for case, out in zip(cases, got):
-            run(case, "cuda", scratch, out, overlap=True)
+            run(case, "cuda", scratch, out, overlap=True, settled=settled)
     for _ in range(3):
         for out in got:
             for tensor in out.values():
@@ -172,6 +175,34 @@ def test_graph_with_overlapped_launches_equals_eager(group: int) -> None:
         for index, (a, b) in enumerate(zip(got, wanted)):
             for name in a:
                 assert torch.equal(a[name].nan_to_num(-7.0), b[name].nan_to_num(-7.0)), f"{name} of layer {index} differs"
+
+
+@cuda_only
+@pytest.mark.parametrize("heads", [1, 5, 20])
+@pytest.mark.parametrize("requests", [1, 2, 5, 9, 33])
+def test_every_split_of_the_preparation(requests: int, heads: int) -> None:
+    """One, two and four column tiles a CTA, one and two requests a CTA of always-attended pages, slices that the batch does not fill."""
+    lengths = [(37 * r + 5) % 90 for r in range(requests)]
+    case = make_case("cuda", lengths=lengths, heads=heads, group=(3, 8, 11)[requests % 3], dim=64, seed=requests)
+    assert compare(case, run(case, "cuda"), score_tolerance=0.03) == []
+
+
+@cuda_only
+def test_a_query_written_by_the_preceding_kernel_is_seen() -> None:
+    """Queries and open keys may come from the kernel right ahead of an overlapped, settled launch; only records may be read early."""
+    case = make_case("cuda", lengths=[3000, 17, 9000], group=4, dim=128)
+    wanted = run(case, "cuda")
+    query, keys = case.inputs["query"].clone(), case.inputs["key_cache"].clone()
+    out, scratch = case.outputs(), case.scratch()
+    for _ in range(5):
+        case.inputs["query"].fill_(torch.nan)
+        case.inputs["key_cache"].zero_()
+        case.inputs["key_cache"].copy_(keys)
+        case.inputs["query"].copy_(query)
+        run(case, "cuda", scratch, out, overlap=True, settled=True)
+        torch.cuda.synchronize()
+        for name in out:
+            assert torch.equal(out[name].nan_to_num(-7.0), wanted[name].nan_to_num(-7.0)), name
 
 
 @cuda_only

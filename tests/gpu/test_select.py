@@ -167,7 +167,7 @@ def test_any_cluster_selects_the_same(seed: int) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("flavour", ["plain", "ties"])
+@pytest.mark.parametrize("flavour", ["plain", "ties", "narrow"])
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.rule}-{r.combine}-{RULES.index(r)}")
 def test_four_million_tokens(rule: RuleParameters, flavour: str, kernels: str) -> None:
     capacity = 262_144

@@ -119,7 +119,7 @@ class KernelBench:
             def launch(table: torch.Tensor) -> Launch:
                 return lambda: score(
                     selector, tables, query, keys, records.pool, table, lengths, scale=shape.scale, sink_pages=1, window_pages=1, scores=b.scores, base=b.base,
-                    forced=b.forced, partials=b.partials, scratch=w, kernels=kernels, overlap=kernels == "cuda",
+                    forced=b.forced, partials=b.partials, scratch=w, kernels=kernels, overlap=kernels == "cuda", settled=True,
                 )
 
             return [launch(t) for t in records.block_tables]
@@ -133,7 +133,7 @@ class KernelBench:
 
         w = self.workspace(shape, BUDGET, "cuda")
         b = w.buffers(shape.requests)
-        prepared = (tables.query_matrix, tables.coefficient_count, tables.slot_coefficient, tables.slot_digit, tables.mean)
+        prepared = (tables.query_matrix, tables.slot_coefficient, tables.slot_digit, tables.mean)
         cuda.prepare_sketch(query, keys, *prepared, records.block_tables[0], lengths, w.sketch_weights, b.base, b.forced, shape.scale, 0.0, 1.0, 1, 1, 0)
         torch.cuda.synchronize()
 
@@ -230,7 +230,7 @@ class KernelBench:
         def make(kernels: str) -> list[Launch]:
             w = self.workspace(shape, rule, kernels)
             settings = StepSettings(
-                selector, problem.tables_of(selector, shape), rule, 1, 1, shape.scale, kernels=kernels, overlap=kernels == "cuda"  # type: ignore[arg-type]
+                selector, problem.tables_of(selector, shape), rule, 1, 1, shape.scale, kernels=kernels, overlap=kernels == "cuda", settled=True  # type: ignore[arg-type]
             )
             b = w.buffers(shape.requests)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvskim.layout import PAGE_TOKENS
-from kvskim.ops.attend_plan import attend_plan
+from kvskim.ops.attend_plan import attend_cluster, attend_plan
 from kvskim.ops.torch_attend import attend_torch
 
 Kernels = Literal["cuda", "triton", "torch"]
@@ -76,9 +76,8 @@ def attend(
         raise ValueError(f"the {kernels} kernels of attend need scratch buffers; pass scratch")
     if query.shape[0] == 0:
         return
-    plan = attend_plan(
-        query.shape[0], key_cache.shape[2], block_table.shape[1] * (key_cache.shape[1] // PAGE_TOKENS), _multiprocessors(query.device)
-    )
+    sizes = (query.shape[0], key_cache.shape[2], block_table.shape[1] * (key_cache.shape[1] // PAGE_TOKENS), _multiprocessors(query.device))
+    plan = attend_plan(*sizes)
     splits = _check_kernels(query, key_cache, out, scratch, plan.splits)
     if kernels == "cuda":
         from kvskim.ops.cuda.attend import attend_cuda
@@ -86,7 +85,7 @@ def attend(
         _check_cuda(query, key_cache, value_cache, out)
         attend_cuda(
             query, key_cache, value_cache, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials, scratch.attend_tickets,
-            splits, plan.pages_per_split, scale, softcap, k_scale, v_scale, overlap_previous,
+            splits, plan.pages_per_split, attend_cluster(*sizes), scale, softcap, k_scale, v_scale, overlap_previous,
         )
     else:
         from kvskim.ops.triton.attend import attend_triton

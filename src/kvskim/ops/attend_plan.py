@@ -19,6 +19,15 @@ SHORT_SHARE = 8
 LONG_SHARE = 512
 """Pages that are worth another thread block when there are enough of them anyway: only long requests of a ragged batch are split."""
 
+MAXIMUM_CLUSTER = 16
+"""Thread blocks of the largest cluster. Also in the CUDA sources."""
+
+CLUSTERED_PER_MULTIPROCESSOR = 1
+"""Thread blocks of clusters on a multiprocessor: one has a long ring of pages, and each more makes merging longer."""
+
+CLUSTER_SHARE = 32
+"""Most pages of a thread block of a cluster when clusters leave more than half of the GPU idle: a longer request gets more splits instead."""
+
 
 @dataclass(frozen=True)
 class AttendPlan:
@@ -48,6 +57,21 @@ def attend_plan(requests: int, heads: int, page_capacity: int, multiprocessors: 
     else:
         splits, share = max(1, min(8, 8 * full // rows)), LONG_SHARE
     return AttendPlan(max(1, min(splits, ceil_div(page_capacity, share))), share)
+
+
+@functools.lru_cache(maxsize=4096)
+def attend_cluster(requests: int, heads: int, page_capacity: int, multiprocessors: int) -> int:
+    """Thread blocks of the cluster that shares a (request, kv head) in the CUDA kernel, a power of two; 1: splits as in `attend_plan` instead.
+
+    A cluster merges through shared memory, without scratch. Arguments as in `attend_plan`.
+    """
+    rows = max(requests * heads, 1)
+    room = max(CLUSTERED_PER_MULTIPROCESSOR * multiprocessors // rows, min(2 * multiprocessors // rows, 2))
+    cluster = 1
+    while 2 * cluster <= room and cluster < min(MAXIMUM_CLUSTER, page_capacity):
+        cluster *= 2
+    fills = 2 * rows * cluster > multiprocessors
+    return cluster if fills or page_capacity <= cluster * CLUSTER_SHARE else 1
 
 
 @functools.lru_cache(maxsize=256)

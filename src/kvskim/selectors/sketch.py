@@ -103,8 +103,12 @@ def pack_digits(digits: Tensor, layout: SketchLayout) -> Tensor:
 
 def unpack_digits(records: Tensor, layout: SketchLayout) -> Tensor:
     """Records uint8 ``[..., W]`` into digits uint8 ``[..., S]`` in slot order."""
-    device = records.device
-    return (records[..., layout.slot_byte.to(device)] >> layout.slot_shift.to(device, torch.uint8)) & 3
+    # Word-major bytes: a mode is then a run of columns at one bit position, and no gather is needed.
+    words = records.unflatten(-1, (layout.record_bytes // 64, 4, 4, 4)).transpose(-3, -2).flatten(-4)
+    parts = []
+    for half_rows, position, start in zip(layout.half_rows, layout.position, layout.word_start):
+        parts.append((words[..., 16 * start : 16 * start + 32 * half_rows] >> (2 * position)) & 3)
+    return torch.cat(parts, -1)
 
 
 def slot_weights(queries: Tensor, tables: SketchTables) -> Tensor:

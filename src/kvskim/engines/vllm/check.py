@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvskim.config import publish
 from kvskim.errors import KvskimError
 
 ALL_PAGES: dict[str, Any] = {"rule": "budget", "budget": 1.0}
@@ -110,8 +110,8 @@ def run_engine(
 def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
     sparse = spec["settings"] is not None
     # Read by vLLM and by kvskim's plugin, before either is imported.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["KVSKIM_DISABLE"] = "0" if sparse else "1"
+    publish("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    publish("KVSKIM_DISABLE", "0" if sparse else "1")
     from kvskim.engines.vllm import plugin
     from vllm import LLM, SamplingParams
 

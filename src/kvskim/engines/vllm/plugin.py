@@ -7,11 +7,10 @@ as it is: only the name CUSTOM, which vLLM keeps for others, gets a meaning.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from kvskim.config import SkimConfig, configured_by, is_disabled, load_config
+from kvskim.config import SkimConfig, configured_by, is_disabled, load_config, publish
 from kvskim.engines.vllm.support import version_refusal
 from kvskim.errors import UnsupportedError
 
@@ -65,7 +64,7 @@ def register(settings: Mapping[str, Any] | SkimConfig | None = None) -> SkimConf
         ConfigError: a setting is wrong.
     """
     config = settings if isinstance(settings, SkimConfig) else load_config(settings).config
-    os.environ["KVSKIM_CONFIG"] = config.model_dump_json()
+    publish("KVSKIM_CONFIG", config.model_dump_json())
     register_plugin()
     return config
 

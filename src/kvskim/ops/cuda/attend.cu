@@ -6,6 +6,8 @@
 //   seq_lens [requests], pages [requests, heads, table_capacity], counts [requests, heads], out like query, lse [requests, heads * group] or null,
 //   partials: requests * heads * splits * group * (dim + 2) floats, 16-byte aligned (not used when splits is 1),
 //   tickets: requests * heads unsigned, zero before the first launch; every launch leaves them zero.
+// cluster above 1: so many CTAs share each (request, kv head) as a thread-block cluster (fewer where a GPU can't have that many), splits and
+// pages_per_split don't matter, and partials and tickets are not used.
 // query_type and cache_type are ElementType; cache_type equals query_type or is e4m3. At most `splits` CTAs share a (request, kv head), and
 // no more than its count needs at pages_per_split pages each.
 extern "C" int kvskim_attend(const void* query, int64_t query_request_stride, int64_t query_head_stride, const void* key_cache,
@@ -13,12 +15,14 @@ extern "C" int kvskim_attend(const void* query, int64_t query_request_stride, in
                              int64_t value_block_stride, int64_t value_token_stride, int64_t value_head_stride, const int* block_table,
                              int64_t block_table_stride, const int* seq_lens, const int* pages, const int* counts, void* out,
                              int64_t out_request_stride, int64_t out_head_stride, float* lse, float* partials, unsigned* tickets, int requests,
-                             int heads, int group, int dim, int pages_per_block, int table_capacity, int splits, int pages_per_split,
+                             int heads, int group, int dim, int pages_per_block, int table_capacity, int splits, int pages_per_split, int cluster,
                              int query_type, int cache_type, float scale, float softcap, float k_scale, float v_scale, int flags,
                              cudaStream_t stream) {
   using namespace kvskim;
   if (requests < 0 || requests > 65535 || heads < 1 || group < 1 || group > 16 || pages_per_block < 1 || splits < 1 || splits > kAttendMaximumSplits ||
-      pages_per_split < 1 || (query_type != kBFloat16 && query_type != kFloat16) || (cache_type != query_type && cache_type != kFloat8E4M3))
+      pages_per_split < 1 || cluster < 0 || cluster > kAttendMaximumCluster)
+    return cudaErrorInvalidValue;
+  if ((query_type != kBFloat16 && query_type != kFloat16) || (cache_type != query_type && cache_type != kFloat8E4M3))
     return cudaErrorInvalidValue;
   if (requests == 0) return cudaSuccess;
   const int64_t bytes = cache_type == kFloat8E4M3 ? 1 : 2;
@@ -43,9 +47,13 @@ extern "C" int kvskim_attend(const void* query, int64_t query_request_stride, in
   a.heads = heads;
   a.group = group;
   a.pages_per_block = pages_per_block;
+  a.block_shift = 27;  // with 2^shift >= pages_per_block * 2^27 the rounded-up reciprocal divides exactly
+  while (static_cast<int64_t>(pages_per_block) << 27 > int64_t{1} << a.block_shift) ++a.block_shift;
+  a.block_multiplier = static_cast<uint32_t>(((int64_t{1} << a.block_shift) + pages_per_block - 1) / pages_per_block);
   a.table_capacity = table_capacity;
-  a.splits = splits;
-  a.pages_per_split = pages_per_split;
+  a.clustered = cluster > 1;
+  a.splits = a.clustered ? cluster : splits;
+  a.pages_per_split = a.clustered ? 1 : pages_per_split;  // an idle CTA of a cluster would save nothing
   a.query_half = query_type == kFloat16;
   a.logit_scale = scale * k_scale * kLog2E;
   a.softcap_2 = softcap * kLog2E;

@@ -17,7 +17,8 @@ _attend = function("kvskim_attend", (
     POINTER, LONG, LONG, LONG,  # value_cache
     POINTER, LONG, POINTER, POINTER, POINTER,  # block_table, seq_lens, pages, counts
     POINTER, LONG, LONG, POINTER, POINTER, POINTER,  # out, lse, partials, tickets
-    INT, INT, INT, INT, INT, INT, INT, INT,  # requests, heads, group, dim, pages per block, table capacity, splits, pages per split
+    INT, INT, INT, INT, INT, INT,  # requests, heads, group, dim, pages per block, table capacity
+    INT, INT, INT,  # splits, pages per split, cluster
     INT, INT, FLOAT, FLOAT, FLOAT, FLOAT, INT, STREAM,  # query type, cache type, scale, softcap, k_scale, v_scale, flags
 ))
 
@@ -25,10 +26,12 @@ _attend = function("kvskim_attend", (
 @operator("attend", mutates=("out", "lse", "partials", "tickets"))
 def attend_cuda(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, out: Tensor,
-    lse: Tensor | None, partials: Tensor, tickets: Tensor, splits: int, pages_per_split: int, scale: float, softcap: float, k_scale: float,
-    v_scale: float, overlap_previous: bool,
+    lse: Tensor | None, partials: Tensor, tickets: Tensor, splits: int, pages_per_split: int, cluster: int, scale: float, softcap: float,
+    k_scale: float, v_scale: float, overlap_previous: bool,
 ) -> None:
-    """Arguments as checked by `kvskim.ops.attend.attend`; splits and pages_per_split from `kvskim.ops.attend_plan.attend_plan`."""
+    """Arguments as checked by `kvskim.ops.attend.attend`; splits and pages_per_split from `kvskim.ops.attend_plan.attend_plan`,
+    cluster from `kvskim.ops.attend_plan.attend_cluster`.
+    """
     requests, query_heads, dim = query.shape
     heads = key_cache.shape[2]
     with torch.cuda.device(query.device):
@@ -38,7 +41,7 @@ def attend_cuda(
             pointer(value_cache), value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
             pointer(block_table), block_table.stride(0), pointer(seq_lens), pointer(pages), pointer(counts),
             pointer(out), out.stride(0), out.stride(1), pointer(lse), pointer(partials), pointer(tickets),
-            requests, heads, query_heads // heads, dim, key_cache.shape[1] // PAGE_TOKENS, pages.shape[2], splits, pages_per_split,
+            requests, heads, query_heads // heads, dim, key_cache.shape[1] // PAGE_TOKENS, pages.shape[2], splits, pages_per_split, cluster,
             _ELEMENT_TYPES[query.dtype], _ELEMENT_TYPES[key_cache.dtype], scale, softcap, k_scale, v_scale,
             _OVERLAP_PREVIOUS if overlap_previous else 0, stream(query.device),
         )

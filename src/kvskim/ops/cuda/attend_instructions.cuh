@@ -39,6 +39,27 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&d)[4], uint3
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(address) : "memory");
 }
 
+// ---- thread-block clusters ----
+// The barrier of all threads of a cluster that have not exited, in two halves. Writes ahead of the arrival, also to the shared memory of
+// others, are seen after the wait.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// The same place in the shared memory of another CTA of the cluster.
+__device__ __forceinline__ uint32_t remote_address(uint32_t shared, int rank) {
+  uint32_t d;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(d) : "r"(shared), "r"(rank));
+  return d;
+}
+__device__ __forceinline__ void store_remote(uint32_t address, const float4& v) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+__device__ __forceinline__ void store_remote(uint32_t address, const float2& v) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+}
+
+// ---- fragments ----
+
 // Transposes one 8x8 matrix of 16-bit elements held across the warp.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   uint32_t y;

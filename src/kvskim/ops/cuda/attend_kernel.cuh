@@ -18,11 +18,13 @@
 //   8-bit,  D = 256: 8704 a page, 2 stages, 3 CTAs; with two tiles of heads (twice the registers) 3 stages, 2 CTAs.
 // At 4.3 TB/s over 132 SMs a latency of one microsecond needs 33 KB under way on an SM.
 #pragma once
-#include "attend_merge.cuh"
+#include "attend_cluster.cuh"
+#include "attend_tickets.cuh"
 
 namespace kvskim {
 
-template <int DIM, int TILES, int KIND>
+// DEEP: for a grid of at most one CTA for each SM. A longer ring replaces the neighbours; memory is left for a CTA of the kernels around.
+template <int DIM, int TILES, int KIND, bool DEEP>
 struct AttendShape {
   static constexpr int kElementBytes = KIND == kFloat8E4M3 ? 1 : 2;
   static constexpr int kChunks = DIM * kElementBytes / 16;  // pieces of 16 bytes of a row
@@ -35,12 +37,14 @@ struct AttendShape {
   // Two tiles of heads of 256 dims leave no registers for the query: it is kept in shared memory, in the order of its fragments.
   static constexpr bool kQueryShared = DIM == 256 && TILES == 2;
   static constexpr int kQueryBytes = kQueryShared ? DIM / 16 * TILES * 32 * 8 : 0;
-  static constexpr int kBudget = (228 * 1024 / kBlocks - 1024 - 128 - kQueryBytes) / kAttendWarps;  // bytes of a warp's ring
+  // Bytes of a warp's ring.
+  static constexpr int kBudget = DEEP && kBlocks > 1 ? 36 * 1024 : (228 * 1024 / kBlocks - 1024 - 128 - kQueryBytes) / kAttendWarps;
   static constexpr int kStages = kBudget / kPage < 6 ? kBudget / kPage : 6;
   static constexpr int kRing = kStages * kPage;
   static constexpr int kShared = kAttendWarps * kRing + kQueryBytes;
   static_assert(kChunks <= 32 && kChunks % 2 == 0 && kStages >= 2);
-  static_assert(kShared <= 227 * 1024 && kShared >= AttendMerge<DIM, TILES>::kSharedBytes);
+  static constexpr int kClusterShared = kShared + ClusterMerge<DIM, TILES>::kBytes;  // of a clustered launch
+  static_assert(kClusterShared <= 226 * 1024 && kShared % 16 == 0 && kShared >= AttendMerge<DIM, TILES>::kSharedBytes);
 };
 
 // Where a lane finds one of the coming pages of its warp.
@@ -49,10 +53,10 @@ struct PageAddress {
   int where;  // first token within the block, times 32, plus the number of tokens that count (0 to 16)
 };
 
-template <int DIM, int TILES, int KIND>
-__global__ void __launch_bounds__(kAttendThreads, AttendShape<DIM, TILES, KIND>::kBlocks)
+template <int DIM, int TILES, int KIND, bool DEEP>
+__global__ void __launch_bounds__(kAttendThreads, DEEP ? 1 : AttendShape<DIM, TILES, KIND, DEEP>::kBlocks)
 attend_kernel(const __grid_constant__ AttendParameters a) {
-  using Shape = AttendShape<DIM, TILES, KIND>;
+  using Shape = AttendShape<DIM, TILES, KIND, DEEP>;
   constexpr bool kEight = KIND == kFloat8E4M3;
   constexpr bool kHalf = KIND != kBFloat16;  // e4m3 converts exactly to fp16, so 8-bit caches use the fp16 product
   constexpr int kSteps = DIM / 16, kStages = Shape::kStages;
@@ -63,16 +67,16 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
   const int row = lane / 4, quad = lane % 4;  // of fragments: row (or column) of a lane, and which pair it holds
   const int pair = request * a.heads + head;
 
-  wait_previous_kernel();
+  wait_previous_kernel();  // all loads from here on are plain ones: the compiler may move __ldg ahead of the wait
 
   // The page list is split into CTAs, warps and iterations so that all of them walk forward together: page number
   // split + splits * (warp + 4 j). The first 32 entries are fetched together with the count, on the guess that no split is idle.
   const int* table = a.pages + static_cast<int64_t>(pair) * a.table_capacity;
   const int guess = split + a.splits * (warp + kAttendWarps * lane);
-  const int guessed_page = guess < a.table_capacity ? __ldg(table + guess) : 0;
-  const int tokens = max(__ldg(a.seq_lens + request), 0);
+  const int guessed_page = guess < a.table_capacity ? table[guess] : 0;
+  const int tokens = max(a.seq_lens[request], 0);
   const int total = (tokens + kPageTokens - 1) / kPageTokens;
-  int count = min(max(__ldg(a.counts + pair), 0), total);
+  int count = min(max(a.counts[pair], 0), total);
   const bool identity = count == total;
   if (!identity) count = min(count, a.table_capacity);
   const int splits = min(a.splits, (count + a.pages_per_split - 1) / a.pages_per_split);  // those that have work
@@ -81,19 +85,21 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
     write_nothing<DIM>(a, request, head);
     return;
   }
+  const bool clustered = a.clustered && splits > 1;
+  if (clustered) cluster_arrive();  // tells the others that this CTA's memory may be written
 
   const int first = split + splits * warp, step = splits * kAttendWarps;
   const int mine = count > first ? (count - first - 1) / step + 1 : 0;  // pages of this warp
 
   const auto read_page = [&](int j) {
     const int index = first + step * j;
-    return j < mine ? (identity ? index : __ldg(table + index)) : -1;
+    return j < mine ? (identity ? index : table[index]) : -1;
   };
   const auto locate = [&](int page) {
     PageAddress address{0, 0};
     if (page >= 0 && page < total) {
-      const int block = page / a.pages_per_block;
-      address.block = __ldg(a.block_table + static_cast<int64_t>(request) * a.block_table_stride + block);
+      const int block = static_cast<int>(static_cast<uint64_t>(page) * a.block_multiplier >> a.block_shift);
+      address.block = a.block_table[request * a.block_table_stride + block];
       address.where = (page - block * a.pages_per_block) * (kPageTokens * 32) + min(kPageTokens, tokens - page * kPageTokens);
     }
     return address;
@@ -330,7 +336,26 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
   allow_next_kernel();
   wait_copies<0>();
   state.finish();
-  merge<DIM, TILES, kEight>(a, state, shared, request, head, split, splits, query_half);
+
+  uint8_t* const received = shared + Shape::kShared;  // of a clustered launch
+  const TicketMerge<DIM> tickets(a, pair);
+  if (clustered) cluster_wait();
+  merge_warps<DIM, TILES, kEight>(a, state, shared, [&](int c, const float4& output, float maximum, float sum) {
+    if (splits == 1)
+      write_result(a, request, head * a.group + c / (DIM / 4), c % (DIM / 4) * 4, output, maximum, sum, query_half);
+    else if (clustered)
+      send_column<DIM, TILES>(a, received, split, splits, c, output, maximum, sum);
+    else
+      tickets.leave(a, split, c, output, maximum, sum);
+  });
+  if (splits == 1) return;
+  if (clustered) {
+    cluster_arrive();
+    cluster_wait();
+    reduce_received<DIM, TILES>(a, received, request, head, split, splits, query_half);
+  } else {
+    tickets.finish(a, shared, request, head, splits, query_half);
+  }
 }
 
 }  // namespace kvskim

@@ -1,13 +1,40 @@
 // Choice of the attend kernel for a shape. Instances are spread over several sources so that they compile side by side.
 #pragma once
 #include "attend_kernel.cuh"
+#include "attend_occupancy.cuh"
 
 namespace kvskim {
 
+// Few CTAs are spread evenly by asking for so much shared memory that no more than one, or two, fit on an SM. Otherwise those that are
+// launched while the kernel ahead still fills some SMs would crowd on the others. No limit when the grid is larger than that.
 template <int DIM, int TILES, int KIND>
-cudaError_t launch_attend(const AttendParameters& a, int flags, cudaStream_t stream) {
-  const dim3 grid(a.heads, a.requests, a.splits);
-  return launch(attend_kernel<DIM, TILES, KIND>, grid, kAttendThreads, AttendShape<DIM, TILES, KIND>::kShared, stream, flags, a);
+cudaError_t launch_attend(AttendParameters a, int flags, cudaStream_t stream) {
+  using Shape = AttendShape<DIM, TILES, KIND, false>;
+  using DeepShape = AttendShape<DIM, TILES, KIND, Shape::kBlocks != 1>;  // the same where one CTA fills an SM anyway
+  const auto kernel = attend_kernel<DIM, TILES, KIND, false>;
+  const auto deep_kernel = attend_kernel<DIM, TILES, KIND, Shape::kBlocks != 1>;
+
+  while (true) {
+    const int cluster = a.clustered ? a.splits : 1;
+    const int own = a.clustered ? Shape::kClusterShared : Shape::kShared;
+    const int one = larger(a.clustered ? DeepShape::kClusterShared : DeepShape::kShared, shared_bytes_for_residents(1));
+    const int two = larger(own, shared_bytes_for_residents(2));
+    const int64_t clusters = static_cast<int64_t>(a.heads) * a.requests * (a.clustered ? 1 : a.splits);
+    const dim3 grid(a.heads, a.requests, a.splits);
+    int resident = 0;
+    cudaError_t error = resident_clusters(reinterpret_cast<const void*>(deep_kernel), kAttendThreads, one, cluster, resident);
+    if (error != cudaSuccess) return error;
+    if (clusters <= resident) return launch_cluster(deep_kernel, grid, kAttendThreads, one, cluster, stream, flags, a);
+    error = resident_clusters(reinterpret_cast<const void*>(kernel), kAttendThreads, two, cluster, resident);
+    if (error != cudaSuccess) return error;
+    if (clusters <= resident) return launch_cluster(kernel, grid, kAttendThreads, two, cluster, stream, flags, a);
+    if (cluster > 1 && resident == 0) {  // a part of a GPU may be too small for a large cluster
+      a.splits /= 2;
+      a.clustered = a.splits > 1;
+      continue;
+    }
+    return launch_cluster(kernel, grid, kAttendThreads, own, cluster, stream, flags, a);
+  }
 }
 
 template <int DIM, int KIND>

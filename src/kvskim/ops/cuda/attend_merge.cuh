@@ -1,4 +1,4 @@
-// What the attend kernel keeps of the pages seen so far, and how warps and splits are put together.
+// What the attend kernel keeps of the pages seen so far, and how the warps of a CTA are put together.
 #pragma once
 #include "attend_instructions.cuh"
 
@@ -7,6 +7,7 @@ namespace kvskim {
 constexpr int kAttendWarps = 4;
 constexpr int kAttendThreads = 32 * kAttendWarps;
 constexpr int kAttendMaximumSplits = 128;
+constexpr int kAttendMaximumCluster = 16;
 
 // A paged cache of keys or values; strides in bytes.
 struct CacheView {
@@ -28,7 +29,11 @@ struct AttendParameters {
   float* lse;                // may be null
   float* partials;           // [requests, heads, splits, group, DIM] weighted values, then [requests, heads, splits, group, 2] maximum and sum
   unsigned* tickets;         // [requests, heads], zero between launches
-  int requests, heads, group, pages_per_block, table_capacity, splits, pages_per_split, query_half;
+  int requests, heads, group, table_capacity, splits, pages_per_split, query_half;
+  int clustered;             // the splits of a (request, kv head) are the CTAs of a cluster; partials and tickets are not used
+  int pages_per_block;
+  uint32_t block_multiplier; // page / pages_per_block = page * block_multiplier >> block_shift for all pages below 2^27
+  int block_shift;
   float logit_scale;         // scale * k_scale * log2(e)
   float softcap_2;           // softcap * log2(e); 0 for none
   float softcap_inverse;     // 2 / softcap
@@ -145,13 +150,11 @@ __device__ __forceinline__ void write_result(const AttendParameters& a, int requ
   if (dim == 0) write_lse(a, request, head, maximum, sum);
 }
 
-// Puts the warps of a CTA together; with one split the result is written, else the CTA that arrives last puts the splits together.
-template <int DIM, int TILES, bool INTERLEAVED>
-__device__ __forceinline__ void merge(const AttendParameters& a, const AttendState<DIM, TILES>& state, uint8_t* shared, int request, int head, int split,
-                                      int splits, bool half) {
+// Puts the warps of a CTA together: `use` gets, for each four dims of a head, their weighted values and the maximum and sum of the head.
+template <int DIM, int TILES, bool INTERLEAVED, class Use>
+__device__ __forceinline__ void merge_warps(const AttendParameters& a, const AttendState<DIM, TILES>& state, uint8_t* shared, Use use) {
   using Merge = AttendMerge<DIM, TILES>;
   constexpr int kFours = DIM / 4;
-  __shared__ bool last;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
   float* outputs = reinterpret_cast<float*>(shared);
   float2* pairs = reinterpret_cast<float2*>(shared + Merge::kOutputBytes);  // maximum, sum
@@ -175,12 +178,7 @@ __device__ __forceinline__ void merge(const AttendParameters& a, const AttendSta
   }
   __syncthreads();
 
-  const int columns = a.group * kFours;
-  const int64_t pair = request * a.heads + head;
-  float4* partial_outputs = reinterpret_cast<float4*>(a.partials) + pair * a.splits * columns;
-  float2* partial_pairs = reinterpret_cast<float2*>(a.partials + static_cast<int64_t>(a.requests) * a.heads * a.splits * a.group * DIM) + pair * a.splits * a.group;
-
-  for (int c = threadIdx.x; c < columns; c += kAttendThreads) {
+  for (int c = threadIdx.x; c < a.group * kFours; c += kAttendThreads) {
     const int member = c / kFours, dim = c % kFours * 4;
     float maximum = kLowest, sum = 0.f;
     float4 output = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -193,53 +191,7 @@ __device__ __forceinline__ void merge(const AttendParameters& a, const AttendSta
       sum = fmaf(weight, one.y, sum);
       add_weighted(output, weight, *reinterpret_cast<const float4*>(outputs + (w * TILES * 8 + member) * Merge::kStride + dim));
     }
-    if (splits == 1) {
-      write_result(a, request, head * a.group + member, dim, output, maximum, sum, half);
-    } else {
-      __stcg(partial_outputs + split * columns + c, output);
-      if (dim == 0) __stcg(partial_pairs + split * a.group + member, make_float2(maximum, sum));
-    }
-  }
-  if (splits == 1) return;
-
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicInc(a.tickets + pair, splits - 1) == splits - 1;  // wraps to zero with the last arrival
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-
-  // The first partials are requested before the maxima are known.
-  constexpr int kBatch = 16;
-  float4 batch[kBatch];
-  const auto request_batch = [&](int c, int start) {
-#pragma unroll
-    for (int s = 0; s < kBatch; ++s)
-      if (start + s < splits) batch[s] = __ldcg(partial_outputs + (start + s) * columns + c);
-  };
-  if (threadIdx.x < columns) request_batch(threadIdx.x, 0);
-  float2* all = reinterpret_cast<float2*>(shared);  // [splits, group]
-  for (int i = threadIdx.x; i < splits * a.group; i += kAttendThreads) all[i] = __ldcg(partial_pairs + i);
-  __syncthreads();
-
-  for (int c = threadIdx.x; c < columns; c += kAttendThreads) {
-    const int member = c / kFours;
-    float maximum = kLowest, sum = 0.f;
-    float4 output = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int s = 0; s < splits; ++s) maximum = fmaxf(maximum, all[s * a.group + member].x);
-    for (int start = 0; start < splits; start += kBatch) {
-      if (start > 0 || c != threadIdx.x) request_batch(c, start);
-#pragma unroll
-      for (int s = 0; s < kBatch; ++s) {
-        if (start + s < splits) {
-          const float2 one = all[(start + s) * a.group + member];
-          const float weight = exp2_fast(one.x - maximum);
-          sum = fmaf(weight, one.y, sum);
-          add_weighted(output, weight, batch[s]);
-        }
-      }
-    }
-    write_result(a, request, head * a.group + member, c % kFours * 4, output, maximum, sum, half);
+    use(c, output, maximum, sum);
   }
 }
 

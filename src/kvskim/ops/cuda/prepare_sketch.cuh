@@ -96,6 +96,12 @@ __device__ __forceinline__ uint32_t load4_here(const void* p) {
   return v;
 }
 
+// A value that is computed here, not where it is used: addresses, ahead of the wait for the kernel ahead.
+template <class T>
+__device__ __forceinline__ void keep_here(T& value) {
+  asm volatile("" : "+l"(value));
+}
+
 // Steps of 32 channels that are loaded together. Steps past the end are zeros.
 constexpr int kSteps = 4;
 

@@ -72,28 +72,34 @@ __device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int ro
   const int pages = length > 0 ? ceil_div(length, kPageTokens) : 0, first = min(p.sink_pages, pages), last = min(p.window_pages, pages - first);
   const BlockTable table{p.block_table + request * p.block_table_stride, p.page_shift};
   auto page_of = [&](int i) { return i < first ? i : pages - last + (i - first); };
-  int block = start < first + last ? table.entry(page_of(start)) : 0;
-  wait_previous_kernel();
-
+  const int block_tokens = kPageTokens << p.page_shift;
+  // The keys of a page. Tokens past the end may lie in memory that was never written: their row is read from the page's first token
+  // instead and left out.
+  int tokens = 0;  // of the page that are inside
+  int64_t row[2] = {0, 0};
+  auto locate = [&](int i) {
+    const int page = page_of(i), token = (page * kPageTokens) & (block_tokens - 1);
+    const int64_t block = table.entry(page) * p.key_block_stride + head * p.key_head_stride + 8 * q;
+    tokens = length - page * kPageTokens;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) row[h] = block + (token + (g + 8 * h < tokens ? g + 8 * h : 0)) * p.key_token_stride;
+  };
   auto query_of = [&](int r, int member) {
     return p.query + r * p.query_row_stride + (head * p.group + min(member, p.group - 1)) * p.query_head_stride;
   };
-  const int block_tokens = kPageTokens << p.page_shift;
+  const uint16_t* query = query_of(request, first_member + g) + 8 * q;
+  if (start < first + last) locate(start);
+  keep_here(row[0]), keep_here(row[1]), keep_here(query);
+  wait_previous_kernel();
+
   const float factor = p.scale * p.key_scale;
   float largest[2] = {-INFINITY, -INFINITY}, sums[2] = {};
   for (int i = start; i < first + last; i += stride) {
-    const int page = page_of(i), token = (page * kPageTokens) & (block_tokens - 1);
-    // Tokens past the end may lie in memory that was never written: their row is read from the page's first token instead and left out.
-    const bool inside[2] = {page * kPageTokens + g < length, page * kPageTokens + g + 8 < length};
-    int64_t row[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      row[h] = block * p.key_block_stride + (token + (inside[h] ? g + 8 * h : 0)) * p.key_token_stride + head * p.key_head_stride + 8 * q;
-    if (i + stride < first + last) block = table.entry(page_of(i + stride));
-    const uint16_t* query = query_of(request, first_member + g) + 8 * q;
+    const bool inside[2] = {g < tokens, g + 8 < tokens};
     float sum[4] = {};
     if (p.float8) page_logits<HALF, true>(p, row, query, sum);
     else page_logits<HALF, false>(p, row, query, sum);
+    if (i + stride < first + last) locate(i + stride);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float logit[2];

@@ -66,18 +66,24 @@ __device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int b
     }
   }
   for (int i = tid; i < kBundleRows * kColumns; i += kPrepareThreads) (&column_max[0][0])[i] = (&column_sum[0][0])[i] = 0;
-  wait_previous_kernel();
-
   const int columns = 1 << p.column_shift;
-  if (used) {
-    // Columns past the group or the batch repeat another: what comes of them is not read or not written.
-    const uint16_t* query[TILES];
+  // Columns past the group or the batch repeat another: what comes of them is not read or not written.
+  constexpr bool kAddressesEarly = TILES <= (HALF ? 1 : 2);  // else they take registers that the rows need
+  const uint16_t* query[TILES];
+  auto locate_queries = [&] {
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
       const int column = first_column + 8 * n + g;
       const int request = min(column >> p.column_shift, p.requests - 1), member = min(column & (columns - 1), p.group - 1);
       query[n] = p.query + request * p.query_row_stride + (head * p.group + member) * p.query_head_stride + 8 * q;
+      if constexpr (kAddressesEarly) keep_here(query[n]);
     }
+  };
+  if constexpr (kAddressesEarly) locate_queries();
+  wait_previous_kernel();
+
+  if (used) {
+    if constexpr (!kAddressesEarly) locate_queries();
     float sum[TILES][4] = {};
     constexpr int kTogether = TILES == 2 ? 2 : 1;  // column tiles whose queries are loaded at once: what registers allow
     for (int first_step = 0; first_step < steps; first_step += kSteps) {

@@ -4,7 +4,7 @@
 // length; blocks without pages return at once. Per block:
 //   1. add up the partial sums of the score kernel: the normaliser of every query head;
 //   2. read the scores once; the ranking key of every page (its group-mean mass) stays in shared memory;
-//   3. find the cut: for a threshold within its limits a count is all it takes, otherwise a radix descent (select_descent.cuh);
+//   3. find the cut: for a threshold within its limits a count is all it takes, otherwise select_descent.cuh;
 //   4. prefix sums over warps and blocks, then write the selected pages in ascending order.
 // The rules are those of kvskim/rules; equal keys are taken in page order. Whatever the inputs, nothing is written beyond
 // table_capacity entries of a table.
@@ -52,29 +52,56 @@ __device__ __forceinline__ int budget_of(const Parameters& p, int total_pages) {
     return static_cast<int>(max(pages - p.sink - p.window, 0ll));
 }
 
-template <int GROUP, bool IS_SOFTMAX, int THREADS>
+template <int GROUP, bool IS_SOFTMAX, bool BY_MASS, int THREADS>
 __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) select_kernel(const __grid_constant__ Parameters p) {
     constexpr int WARPS = THREADS / 32;
     constexpr int UNROLL = 4;
     __shared__ Shared<WARPS> shared;
-    extern __shared__ float keys[];  // [block_capacity], then the histograms
+    extern __shared__ __align__(16) float keys[];  // [block_capacity], then the histograms and lists
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t* bins = reinterpret_cast<uint32_t*>(keys + p.block_capacity);
-    const bool by_mass = p.rule == COVERAGE;
-    const Histograms histograms = {bins, by_mass ? bins + ALL_BINS : nullptr, by_mass ? bins + 2 * ALL_BINS : nullptr};
+    const Histograms histograms = {bins, bins + ALL_BINS, bins + 2 * ALL_BINS, reinterpret_cast<float*>(bins + ALL_BINS + BINS),
+                                   bins + ALL_BINS};
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (by_mass ? 3 : 1) * ALL_BINS; i += THREADS) bins[i] = 0;
+    for (int i = threadIdx.x; i < (BY_MASS ? 3 * ALL_BINS : BINS) / 4; i += THREADS) reinterpret_cast<uint4*>(bins)[i] = uint4{0, 0, 0, 0};
+    if (!BY_MASS && p.cluster > 1) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < BINS / 4; i += THREADS) reinterpret_cast<uint4*>(histograms.merged)[i] = uint4{0, 0, 0, 0};
+    }
+    if (threadIdx.x == 0) shared.list_length = shared.list_total = 0;
+    // Every block of a cluster must have come so far before anything is written into its shared memory.
+    if (p.cluster > 1) __cluster_barrier_arrive();
+    const auto wait_for_start = [&]() {
+        if (p.cluster > 1) __cluster_barrier_wait();
+    };
     wait_previous_kernel();
 
-    const int row = blockIdx.x / p.cluster;
-    const int seq_len = p.seq_lens[row / p.heads], ready = *p.ready;  // both on their way before either is used
+    const int row = blockIdx.z * p.heads + blockIdx.y;
+    const __half* scores = p.scores + (static_cast<size_t>(row) * p.page_capacity + p.sink) * GROUP;
+    Page<GROUP> loaded[UNROLL];
+    auto load = [&](int first, int end) {
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int i = first + 32 * u + lane;
+            if (i < end) loaded[u].load(scores + static_cast<size_t>(i) * GROUP);
+        }
+    };
+    // Everything that can be on its way before the length is known: it lies within the buffers, and what is beyond the length is not used.
+    const int seq_len = p.seq_lens[blockIdx.z], ready = *p.ready;
+    const float* partials = p.partials + static_cast<size_t>(row) * p.chunks * GROUP;
+    const float first_partial = threadIdx.x < p.chunks * GROUP ? partials[threadIdx.x] : 0.0f;
+    const float own_forced = warp < GROUP && lane == 0 ? p.forced[row * GROUP + warp] : 0.0f;
+    const bool by_capacity = p.cluster == 1 && p.block_capacity <= UNROLL * THREADS;
+    int per_warp = (p.block_capacity + THREADS - 1) / THREADS * 32;
+    if (by_capacity) load(warp * per_warp, min((warp + 1) * per_warp, p.page_capacity - p.sink));
     const int total_pages = (max(seq_len, 0) + kPageTokens - 1) / kPageTokens;
     const int candidates = min(total_pages - p.window, p.page_capacity) - p.sink;
     const int most = min(candidates, p.limit);
     const int budget = p.rule == BUDGET ? min(budget_of(p, total_pages), most) : -1;
     const bool whole = total_pages == 0 || candidates <= p.min_pages || budget == candidates || ready == 0;
-    Place place = {static_cast<int>(blockIdx.x) % p.cluster, 1};
+    Place place = {static_cast<int>(blockIdx.x), 1};
     if (whole) {
+        wait_for_start();
         if (place.rank == 0 && threadIdx.x == 0) {
             p.counts[row] = total_pages;
             p.covered[row] = total_pages ? 1.0f : 0.0f;
@@ -83,34 +110,27 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     }
 
     // This block's pages, and within them each warp's: both contiguous, so that page order is rank, warp, iteration, lane.
-    int per_block = (max((candidates + p.cluster - 1) / p.cluster, PAGES_ALONE) + 31) / 32 * 32;
-    per_block = min(per_block, p.block_capacity);
-    place.active = (candidates + per_block - 1) / per_block;
-    if (place.rank >= place.active) return;
+    int per_block = candidates;
+    if (p.cluster > 1) {
+        per_block = (max((candidates + p.cluster - 1) / p.cluster, PAGES_ALONE) + 31) / 32 * 32;
+        per_block = min(per_block, p.block_capacity);
+        place.active = (candidates + per_block - 1) / per_block;
+        if (place.rank >= place.active) {
+            wait_for_start();
+            return;
+        }
+    }
     const int begin = place.rank * per_block;
     const int length = min(per_block, candidates - begin);
-    const int per_warp = (length + THREADS - 1) / THREADS * 32;
+    if (!by_capacity) per_warp = (length + THREADS - 1) / THREADS * 32;
     const int warp_begin = warp * per_warp;
     const int warp_end = min(warp_begin + per_warp, length);
-    const __half* scores = p.scores + (static_cast<size_t>(row) * p.page_capacity + p.sink + begin) * GROUP;
+    scores += static_cast<size_t>(begin) * GROUP;
 
     // The first scores are on their way while the partial sums are added up.
-    Page<GROUP> loaded[UNROLL];
-    auto load = [&](int first) {
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const int i = first + 32 * u + lane;
-            if (i < warp_end) loaded[u].load(scores + static_cast<size_t>(i) * GROUP);
-        }
-    };
-    load(warp_begin);
+    if (!by_capacity) load(warp_begin, warp_end);
     const int chunks = min(p.chunks, (total_pages - p.window + TILE_PAGES - 1) / TILE_PAGES);
-    reduce_partials<GROUP, THREADS>(shared, p.partials + static_cast<size_t>(row) * p.chunks * GROUP, p.forced + row * GROUP, chunks, p.group);
-    // Other blocks must have started, with their histograms zero, before anything is written into their shared memory.
-    if (!place.alone()) __cluster_barrier_arrive();
-    const auto wait_for_start = [&]() {
-        if (!place.alone()) __cluster_barrier_wait();
-    };
+    reduce_partials<GROUP, THREADS>(shared, partials, first_partial, own_forced, chunks, p.group);
 
     Weights<GROUP> weights(p.group);
     auto use_mass = [&]() {
@@ -134,11 +154,12 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     const bool is_signed = !IS_SOFTMAX && p.combine == MAXIMUM;
 
     // Keys. A threshold counts the pages that reach it on the way; coverage counts the broken ones, which it takes in any case.
-    const float count_from = p.rule == THRESHOLD ? p.tau : INFINITE;
+    const float count_from = !BY_MASS && p.rule == THRESHOLD ? p.tau : INFINITE;
+    const bool counted = !BY_MASS && p.rule == BUDGET;  // a budget always needs the search: its first pass is done on the way
     Tally tally = {0, 0, 0.0f};
 #pragma unroll 1
     for (int first = warp_begin; first < warp_end; first += 32 * UNROLL) {
-        if (first != warp_begin) load(first);
+        if (first != warp_begin) load(first, warp_end);
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             const int i = first + 32 * u + lane;
@@ -147,6 +168,7 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
             key = key < INFINITE ? key : INFINITE;  // NaN too
             if (!is_signed) key = fmaxf(key, 0.0f);  // what the descent relies on, even if the partial sums are nonsense
             keys[i] = key;
+            if (counted) count_key<BY_MASS>(histograms, Pass{0}, ordered_bits(key, is_signed), key);
             if (key >= count_from) {
                 ++tally.above;
                 tally.mass += key < INFINITE ? key : 0.0f;
@@ -168,23 +190,23 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     Goal goal = {min(p.min_pages, most), most, 0};
     Cut cut = {p.tau, 0x40000000, totals.all.above};
     bool search = true;
-    if (p.rule == THRESHOLD) {
-        search = cut.count < goal.least || cut.count > goal.most;
-        goal.least = goal.most = min(max(cut.count, goal.least), goal.most);
-    } else if (p.rule == BUDGET) {
-        goal.least = goal.most = budget;
-    } else {
+    if (BY_MASS) {
         goal.least = min(max(goal.least, totals.all.above), goal.most);
         goal.target = p.target;
+    } else if (p.rule == THRESHOLD) {
+        search = cut.count < goal.least || cut.count > goal.most;
+        goal.least = goal.most = min(max(cut.count, goal.least), goal.most);
+    } else {
+        goal.least = goal.most = budget;
     }
     float extra_mass = 0.0f;
     if (search) {
         __syncthreads();
-        const unsigned long long forced_mass = by_mass ? fixed_mass(forced_share()) : 0;
+        const unsigned long long forced_mass = BY_MASS ? fixed_mass(forced_share()) : 0;
         if (goal.reached(0, forced_mass)) {
             cut = {INFINITE, 0, 0};
         } else {
-            cut = find_cut<THREADS>(shared, place, histograms, goal, keys, length, is_signed, forced_mass);
+            cut = find_cut<THREADS, BY_MASS>(shared, place, histograms, goal, keys, length, is_signed, counted, forced_mass);
         }
         tally = {0, 0, 0.0f};
 #pragma unroll 2
@@ -249,10 +271,10 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     }
 }
 
-template <int GROUP, bool IS_SOFTMAX, int THREADS>
-cudaError_t launch(const Parameters& p, int rows, bool overlap, cudaStream_t stream) {
-    const auto kernel = select_kernel<GROUP, IS_SOFTMAX, THREADS>;
-    const int bytes = (p.block_capacity + (p.rule == COVERAGE ? 3 : 1) * ALL_BINS) * static_cast<int>(sizeof(float));
+template <int GROUP, bool IS_SOFTMAX, bool BY_MASS, int THREADS>
+cudaError_t launch_kernel(const Parameters& p, int requests, bool overlap, cudaStream_t stream) {
+    const auto kernel = select_kernel<GROUP, IS_SOFTMAX, BY_MASS, THREADS>;
+    const int bytes = (p.block_capacity + (BY_MASS ? 3 * ALL_BINS : ALL_BINS + BINS + 2 * LIST_KEYS)) * static_cast<int>(sizeof(float));
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error == cudaSuccess && p.cluster > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
@@ -262,7 +284,7 @@ cudaError_t launch(const Parameters& p, int rows, bool overlap, cudaStream_t str
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(rows * p.cluster);
+    config.gridDim = dim3(p.cluster, p.heads, requests);
     config.blockDim = dim3(THREADS);
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
@@ -271,11 +293,20 @@ cudaError_t launch(const Parameters& p, int rows, bool overlap, cudaStream_t str
     return cudaLaunchKernelEx(&config, kernel, p);
 }
 
+template <int GROUP, bool IS_SOFTMAX, int THREADS>
+cudaError_t launch(const Parameters& p, int requests, bool overlap, cudaStream_t stream) {
+    if constexpr (IS_SOFTMAX)
+        if (p.rule == COVERAGE) return launch_kernel<GROUP, true, true, THREADS>(p, requests, overlap, stream);
+    return launch_kernel<GROUP, IS_SOFTMAX, false, THREADS>(p, requests, overlap, stream);
+}
+
 // Blocks per cluster: enough for the shared memory, and then as many as fill the processors while each has pages to work on.
 int choose_cluster(int rows, int page_capacity, int processors) {
     int cluster = 1;
     while (page_capacity > cluster * PAGES_PER_BLOCK) cluster *= 2;
     while (cluster < 8 && 2 * cluster * rows <= processors && page_capacity > cluster * PAGES_ALONE) cluster *= 2;
+    // Clusters of 16 need a whole group of processors each, of which the device has few.
+    if (cluster == 8 && 4 * cluster * rows <= processors && page_capacity > cluster * PAGES_ALONE) cluster = MAX_CLUSTER;
     return cluster;
 }
 
@@ -316,17 +347,17 @@ extern "C" int kvskim_select(const void* scores, const float* base, const float*
     const int alone = page_capacity < PAGES_ALONE ? (page_capacity + 31) / 32 * 32 : PAGES_ALONE;
     p.block_capacity = per_block > alone ? per_block : alone;
     const bool softmax = combine == SOFTMAX, overlap = flags & kvskim::kOverlapPrevious;
-    // With more blocks than processors, two smaller ones share a processor.
-    const bool small = rows * cluster > processors;
+    // With more blocks than processors, two smaller ones share a processor; and few pages keep no more threads busy.
+    const bool small = rows * cluster > processors || p.block_capacity <= PAGES_ALONE;
     switch (padded_group) {
         case 4:
-            if (!softmax) return launch<4, false, 512>(p, rows, overlap, stream);
-            return small ? launch<4, true, 512>(p, rows, overlap, stream) : launch<4, true, 1024>(p, rows, overlap, stream);
+            if (!softmax) return launch<4, false, 512>(p, requests, overlap, stream);
+            return small ? launch<4, true, 512>(p, requests, overlap, stream) : launch<4, true, 1024>(p, requests, overlap, stream);
         case 8:
-            if (!softmax) return launch<8, false, 512>(p, rows, overlap, stream);
-            return small ? launch<8, true, 512>(p, rows, overlap, stream) : launch<8, true, 1024>(p, rows, overlap, stream);
+            if (!softmax) return launch<8, false, 512>(p, requests, overlap, stream);
+            return small ? launch<8, true, 512>(p, requests, overlap, stream) : launch<8, true, 1024>(p, requests, overlap, stream);
         case 16:
-            return softmax ? launch<16, true, 512>(p, rows, overlap, stream) : launch<16, false, 512>(p, rows, overlap, stream);
+            return softmax ? launch<16, true, 512>(p, requests, overlap, stream) : launch<16, false, 512>(p, requests, overlap, stream);
         default: return cudaErrorInvalidValue;
     }
 }

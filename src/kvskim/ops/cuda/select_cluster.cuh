@@ -30,6 +30,7 @@ struct Totals {
 struct Descent {
     uint32_t prefix;
     int above;                 // keys above all of those
+    int inside;                // how many those are, zeros left out
     unsigned long long mass;   // forced share plus the mass above all of those, in units of 2^-31
 };
 
@@ -39,11 +40,14 @@ struct Shared {
     float forced[MAX_GROUP];
     float weight[MAX_GROUP];  // of a query head in the group-mean mass: 1 / (normaliser * group)
     float peak[MAX_CLUSTER][MAX_GROUP];
-    Tally warp_tally[WARPS];
+    Tally warp_tally[3][WARPS];
     Tally cluster_tally[3][MAX_CLUSTER];
     Descent descent[3];  // one for each pass
     int scan_count[WARPS];
     unsigned long long scan_mass[WARPS];
+    uint32_t list_length;               // keys in this block's own list, and in the list of the cluster
+    uint32_t list_total;
+    uint32_t list_offset[MAX_CLUSTER];  // where this block's keys begin in the list that another block receives
 };
 
 // This block's place in the cluster. Only the first `active` blocks of a cluster have pages; the others have returned.
@@ -71,6 +75,7 @@ struct Place {
 };
 
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(0xffffffffu, value); }
+__device__ __forceinline__ uint32_t warp_sum(uint32_t value) { return __reduce_add_sync(0xffffffffu, value); }
 
 template <typename T>
 __device__ __forceinline__ T warp_sum(T value) {
@@ -79,26 +84,31 @@ __device__ __forceinline__ T warp_sum(T value) {
     return value;
 }
 
-// Adds up the tallies of all threads of the cluster. Every thread gets the same totals: sums are taken in a fixed order.
-// `phase` names the call site; each is used once, so no buffer is written while it may still be read.
+// Adds up the tallies of all threads of the cluster. Sums are taken in a fixed order; every thread gets the same counts, and the
+// first warp of each block the mass. `phase` names the call site; each is used once, so no buffer is written while it may still be read.
 template <int WARPS>
 __device__ Totals total(Shared<WARPS>& shared, const Place& place, int phase, Tally mine) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    mine = {warp_sum(mine.above), warp_sum(mine.equal), warp_sum(mine.mass)};
-    if (lane == 0) shared.warp_tally[warp] = mine;
+    // A block has at most 2^15 pages: both counts fit in one word.
+    const uint32_t of_lanes = warp_sum(static_cast<uint32_t>(mine.above) | static_cast<uint32_t>(mine.equal) << 16);
+    mine = {static_cast<int>(of_lanes & 0xffff), static_cast<int>(of_lanes >> 16), warp_sum(mine.mass)};
+    if (lane == 0) shared.warp_tally[phase][warp] = mine;
     __syncthreads();
-    const Tally of_warp = lane < WARPS ? shared.warp_tally[lane] : Tally{0, 0, 0.0f};
-    int above_before = warp_sum(lane < warp ? of_warp.above : 0);
-    int equal_before = warp_sum(lane < warp ? of_warp.equal : 0);
-    if (warp == 0) {
-        const Tally of_block = {warp_sum(of_warp.above), warp_sum(of_warp.equal), warp_sum(of_warp.mass)};
-        if (lane < place.active) *place.of(&shared.cluster_tally[phase][place.rank], lane) = of_block;
-    }
+    const Tally of_warp = lane < WARPS ? shared.warp_tally[phase][lane] : Tally{0, 0, 0.0f};
+    const uint32_t both = static_cast<uint32_t>(of_warp.above) | static_cast<uint32_t>(of_warp.equal) << 16;
+    const uint32_t before = warp_sum(lane < warp ? both : 0u), block = warp_sum(both);
+    Totals totals = {{static_cast<int>(block & 0xffff), static_cast<int>(block >> 16), 0.0f},
+                     static_cast<int>(before & 0xffff),
+                     static_cast<int>(before >> 16)};
+    if (warp == 0) totals.all.mass = warp_sum(of_warp.mass);
+    if (place.alone()) return totals;
+    if (warp == 0 && lane < place.active) *place.of(&shared.cluster_tally[phase][place.rank], lane) = totals.all;
     place.synchronise();
     const Tally of_rank = lane < place.active ? shared.cluster_tally[phase][lane] : Tally{0, 0, 0.0f};
-    above_before += warp_sum(lane < place.rank ? of_rank.above : 0);
-    equal_before += warp_sum(lane < place.rank ? of_rank.equal : 0);
-    return {{warp_sum(of_rank.above), warp_sum(of_rank.equal), warp_sum(of_rank.mass)}, above_before, equal_before};
+    totals.above_before += warp_sum(lane < place.rank ? of_rank.above : 0);
+    totals.equal_before += warp_sum(lane < place.rank ? of_rank.equal : 0);
+    totals.all = {warp_sum(of_rank.above), warp_sum(of_rank.equal), warp == 0 ? warp_sum(of_rank.mass) : 0.0f};
+    return totals;
 }
 
 }  // namespace kvskim::selection

@@ -88,14 +88,15 @@ struct Weights {
     }
 };
 
-// Adds up the valid partial sums in a fixed order: shared.weight[g] = 1 / (1 + sum_g) / group.
+// Adds up the valid partial sums in a fixed order: shared.weight[g] = 1 / ((1 + sum_g) * group). `first` is the partial sum that comes
+// first for this thread, `own_forced` the value of the query head of this warp; their loads need not wait for the length.
 template <int GROUP, int THREADS>
-__device__ void reduce_partials(Shared<THREADS / 32>& shared, const float* partials, const float* forced, int chunks, int group) {
+__device__ void reduce_partials(Shared<THREADS / 32>& shared, const float* partials, float first, float own_forced, int chunks,
+                                int group) {
     constexpr int WARPS = THREADS / 32;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const float own_forced = warp < GROUP && lane == 0 ? forced[warp] : 0.0f;
-    float sum = 0.0f;
-    for (int i = threadIdx.x; i < chunks * GROUP; i += THREADS) sum += partials[i];
+    float sum = threadIdx.x < chunks * GROUP ? first : 0.0f;
+    for (int i = threadIdx.x + THREADS; i < chunks * GROUP; i += THREADS) sum += partials[i];
 #pragma unroll
     for (int distance = 16; distance >= GROUP; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane < GROUP) shared.partial[warp][lane] = sum;
@@ -103,7 +104,7 @@ __device__ void reduce_partials(Shared<THREADS / 32>& shared, const float* parti
     if (warp < GROUP) {
         sum = warp_sum(lane < WARPS ? shared.partial[lane][warp] : 0.0f);
         if (lane == 0) {
-            shared.weight[warp] = 1.0f / (1.0f + sum) / group;
+            shared.weight[warp] = 1.0f / ((1.0f + sum) * group);
             shared.forced[warp] = own_forced;
         }
     }
