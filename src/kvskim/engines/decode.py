@@ -7,7 +7,7 @@ from its first real token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ class DecodeSettings:
     window_pages: int
     scale: float
     softcap: float | None = None
+    kernels: str = "torch"
+    workspaces: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Scratch of the kernels, by page capacity; only the latest is kept."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,13 @@ def decode_attention(
         every = torch.ones(heads, total, dtype=torch.bool, device=key.device)
         ones = torch.ones(heads, device=key.device)
         return RowResult(out.flatten(0, 1), every, ones, ones if exact else None, sparse=False)
+
+    if settings.kernels != "torch":
+        from kvskim.engines.decode_kernels import attend_selected
+
+        out, pages, covered = attend_selected(settings, query.flatten(0, 1), key, value, records)
+        mass = (page_mass(query, key, **limits) * pages).sum(-1) if exact else None
+        return RowResult(out, pages, covered, mass, sparse=True)
 
     positions = first_position + PAGE_TOKENS * torch.arange(first, last, device=key.device)
     scaled = query.float() * settings.scale

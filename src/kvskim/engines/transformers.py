@@ -221,8 +221,8 @@ def _is_decoder_attention(module: nn.Module) -> bool:
 def _attach(module: nn.Module, name: str, config: SkimConfig) -> SkimAttention:
     if config.variant != "fast":
         raise UnsupportedError(f"variant={config.variant!r} keeps keys or values in host memory, which only the vLLM engine can do: use variant 'fast'")
-    if config.kernels not in ("auto", "torch"):
-        raise UnsupportedError(f"kernels={config.kernels!r} is not available in transformers: use kernels 'auto' or 'torch'")
+    if config.kernels in ("cuda", "triton") and next(module.parameters()).device.type == "cpu":
+        raise UnsupportedError(f"kernels={config.kernels!r} needs a GPU, but the model is on the CPU: use kernels 'auto' or 'torch', or move the model first")
     index = int(module.layer_idx)  # type: ignore[arg-type]
     model_config: Any = getattr(module, "config", None)
     state = SkimAttention(name, index, config, get_selector(config.selector, **config.selector_options))
@@ -324,16 +324,15 @@ def attention_forward(
         )
     if starts is None:
         return dense_attention(module, query, key, value, attention_mask, softcap, **dense)
-    heads, dim = key.shape[1], key.shape[-1]
-    state.prepare(heads, dim, scale, softcap, key.device)
+    state.prepare(query, key, value, scale, softcap)
     if not state.calibrated or state.capture:
         layer.queries += state.sample(query, key, starts, scale)
         if decoding and not state.capture and state.fit([layer], [starts]):
-            state.prepare(heads, dim, scale, softcap, key.device)
+            state.prepare(query, key, value, scale, softcap)
     if state.calibrated:
         assert state.settings is not None
         if layer.records is None or layer.records.tables is not state.settings.tables or layer.records.starts != starts:
-            layer.records = PageRecords(state.selector, state.settings.tables, starts)
+            layer.records = PageRecords(state.selector, state.settings.tables, starts, state.settings.kernels)
         layer.records.update(key)
         if decoding:
             return state.decode(query, key, value, layer.records), None

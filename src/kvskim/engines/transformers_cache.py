@@ -24,8 +24,9 @@ class PageRecords:
     counts: complete pages with a record, per row.
     """
 
-    def __init__(self, selector: Selector, tables: Any, starts: list[int]) -> None:
+    def __init__(self, selector: Selector, tables: Any, starts: list[int], kernels: str = "torch") -> None:
         self.selector = selector
+        self.kernels = kernels
         self.tables = tables
         self.starts = list(starts)
         self.counts = [0] * len(starts)
@@ -47,8 +48,15 @@ class PageRecords:
                 positions = PAGE_TOKENS * torch.arange(done, wanted, device=key.device)
                 new = key[row, :, start + done * PAGE_TOKENS : start + wanted * PAGE_TOKENS]
                 pages = new.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
-                self.records[row, done:wanted] = self.selector.encode(pages, self.tables, positions)
+                self.records[row, done:wanted] = self._encode(pages, positions)
                 self.counts[row] = wanted
+
+    def _encode(self, pages: Tensor, positions: Tensor) -> Tensor:
+        if self.kernels == "torch":
+            return self.selector.encode(pages, self.tables, positions)
+        from kvskim.engines.decode_kernels import encode_pages
+
+        return encode_pages(self.selector, self.tables, pages, self.kernels)
 
     def _reserve(self, rows: int, pages: int, heads: int, width: int, device: torch.device) -> None:
         if self.records is not None and self.records.is_inference() and not torch.is_inference_mode_enabled():
@@ -74,7 +82,7 @@ class PageRecords:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PageRecords:
         # The tables belong to the model: a copied request shares them.
-        twin = PageRecords(self.selector, self.tables, self.starts)
+        twin = PageRecords(self.selector, self.tables, self.starts, self.kernels)
         twin.counts = list(self.counts)
         twin.records = None if self.records is None else self.records.clone()
         return twin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,9 +16,13 @@ from kvskim.calibration import LayerCalibration, fit_layer
 from kvskim.config import SkimConfig
 from kvskim.engines.decode import DecodeSettings, RowResult, decode_attention
 from kvskim.engines.transformers_cache import PageRecords, SkimLayer
+from kvskim.errors import UnsupportedError
 from kvskim.layout import PAGE_TOKENS, ceil_div
+from kvskim.ops.dispatch import resolve
 from kvskim.rotary import Rotary
 from kvskim.selectors import Selector
+
+logger = logging.getLogger("kvskim")
 
 QUERY_SAMPLE_STRIDE = 8
 """Queries of every eighth token are kept for a calibration; keys need no sampling, the cache has them all."""
@@ -129,15 +134,33 @@ class SkimAttention:
         else:
             self.cache_problem = f"a cache layer of type {type(layer).__name__}"
 
-    def prepare(self, heads: int, dim: int, scale: float, softcap: float | None, device: torch.device) -> None:
-        """Make the decode settings as soon as the selector has what it needs."""
+    def prepare(self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> None:
+        """Make the decode settings as soon as the selector has what it needs. ``query [B, Hq, T, D]``, ``key``, ``value [B, H, T, D]``."""
         if self.settings is not None or (self.calibration is None and self.selector.needs_calibration):
             return
+        heads, dim = key.shape[1], key.shape[-1]
         self.selector.record_bytes(dim)
-        tables = self.selector.tables(heads, dim, self.calibration).to(device)
+        tables = self.selector.tables(heads, dim, self.calibration).to(key.device)
         self.settings = DecodeSettings(
-            self.selector, tables, self.config.rule_parameters(), self.config.sink_pages, self.config.window_pages, scale, softcap
+            self.selector, tables, self.config.rule_parameters(), self.config.sink_pages, self.config.window_pages, scale, softcap,
+            kernels=self.choose_kernels(query, key, value),
         )
+
+    def choose_kernels(self, query: Tensor, key: Tensor, value: Tensor) -> str:
+        """cuda, triton or torch for this layer; said once in the log. Kernels that are asked for and can't serve are refused."""
+        from kvskim.engines.decode_kernels import kernel_refusal
+
+        refusal = kernel_refusal(self.selector, query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
+        asked = self.config.kernels
+        if refusal is not None and asked in ("cuda", "triton"):
+            raise UnsupportedError(f"kernels={asked!r} can't serve the layer {self.name}: {refusal}; use kernels 'auto' or 'torch'")
+        try:
+            kernels = "torch" if refusal is not None else resolve(asked, key.device)
+        except ValueError as error:
+            raise UnsupportedError(str(error)) from error
+        if kernels == "torch" and key.device.type == "cuda" and asked == "auto":
+            logger.warning("kvskim: layer %s decodes in plain torch on the GPU: %s", self.name, refusal)
+        return kernels
 
     def sample(self, query: Tensor, key: Tensor, starts: list[int], scale: float) -> list[Tensor]:
         """Queries of every eighth real token of ``query [B, Hq, T, D]``, the last T tokens of ``key``, for a calibration."""

@@ -139,12 +139,13 @@ class SkimState:
                 heads, group, dim = layer.geometry
                 self.workspaces[layer.geometry] = Workspace(
                     max_requests=self.rows, num_kv_heads=heads, group=group, head_dim=dim, page_capacity=self.page_capacity, rule=self.rule,
-                    device=device, kernels=kernels, **forced,
+                    device=device, kernels=kernels, record_bytes=self.selector.record_bytes(dim), **forced,
                 )
             layer.tables = calibrate.empty_tables(self.selector, layer.num_kv_heads, layer.head_size, device)
             layer.settings = StepSettings(
                 selector=self.selector, tables=layer.tables, rule=self.rule, scale=layer.scale, softcap=layer.softcap, kernels=kernels,
-                overlap=kernels == "cuda", **forced,
+                # Rows of one token: a page that this step completes is in the window, so every record that is read was made before.
+                overlap=kernels == "cuda", settled=kernels == "cuda", **forced,
             )
             shape = (self.max_rows, layer.num_kv_heads)
             layer.counts = torch.zeros(shape, dtype=torch.int32, device=device)

@@ -17,13 +17,16 @@
 //   16-bit, D = 256: 16896 a page, 3 stages = 202752, 1 CTA, 5/6 under way: 165 KB.
 //   8-bit,  D = 256: 8704 a page, 2 stages, 3 CTAs; with two tiles of heads (twice the registers) 3 stages, 2 CTAs.
 // At 4.3 TB/s over 132 SMs a latency of one microsecond needs 33 KB under way on an SM.
+// A grid of at most one CTA for each SM takes the deep variant: up to 36 KB a warp, 16-bit, D = 128: 4 stages = 139264, 122 KB under way.
+//
+// Splits are put together by the CTAs of a cluster through shared memory (attend_cluster.cuh), or through global memory (attend_tickets.cuh).
 #pragma once
 #include "attend_cluster.cuh"
 #include "attend_tickets.cuh"
 
 namespace kvskim {
 
-// DEEP: for a grid of at most one CTA for each SM. A longer ring replaces the neighbours; memory is left for a CTA of the kernels around.
+// DEEP: for one CTA on an SM. A longer ring replaces the neighbours; 80 KB are left for CTAs of the kernels ahead and behind.
 template <int DIM, int TILES, int KIND, bool DEEP>
 struct AttendShape {
   static constexpr int kElementBytes = KIND == kFloat8E4M3 ? 1 : 2;
