@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvskim.layout import PAGE_TOKENS, sketch_layout
+from kvskim.layout import PAGE_TOKENS, dct_matrix, sketch_layout
 from kvskim.ops.encode import encode, encode_torch
 from kvskim.selectors import PageTables, Selector, get_selector
 from kvskim.selectors.sketch import UNUSED_DIGIT, SketchTables, unpack_digits
@@ -127,7 +127,9 @@ class EncodeCase:
         if not done:
             return found
         if self.selector_name == "sketch":
-            found += sketch_problems(actual[done], wanted[done], self.tables.to("cpu"))
+            per_page = self.key_cache.cpu().float() * self.k_scale
+            keys = per_page.unflatten(1, (-1, PAGE_TOKENS)).flatten(0, 1)[done].transpose(1, 2)
+            found += sketch_problems(actual[done], wanted[done], keys, self.tables.to("cpu"))
         elif self.selector_name == "minmax" and not torch.equal(actual, wanted):
             found.append(f"{int((actual != wanted).sum())} bytes of bounds differ")
         if self.selector_name == "mean" and float((actual != wanted).float().mean()) > 0.005:
@@ -150,7 +152,15 @@ def sketch_codes(records: Tensor, tables: SketchTables) -> Tensor:
     return codes.scatter_add_(-1, tables.slot_coefficient.long().expand_as(value), value)
 
 
-def sketch_problems(actual: Tensor, wanted: Tensor, tables: SketchTables) -> list[str]:
+def exact_values(keys: Tensor, tables: SketchTables) -> tuple[Tensor, Tensor]:
+    """Coefficients in steps, float64 ``[P, H, S]``, of pages ``[P, H, 16, D]``; and the root of the sum of squares of their terms."""
+    modes = torch.einsum("tj,phtd->phjd", dct_matrix(torch.float64), keys.double() - tables.mean.double()[None, :, None])
+    rows = modes[:, :, tables.layout.slot_mode]
+    matrix = tables.encode_matrix.double()
+    return torch.einsum("phsd,hsd->phs", rows, matrix), torch.einsum("phsd,hsd->phs", rows.square(), matrix.square()).sqrt()
+
+
+def sketch_problems(actual: Tensor, wanted: Tensor, keys: Tensor, tables: SketchTables) -> list[str]:
     found = []
     difference = (sketch_codes(actual, tables) - sketch_codes(wanted, tables)).abs()
     used = int(tables.coefficient_count.sum()) * len(actual)
@@ -159,6 +169,13 @@ def sketch_problems(actual: Tensor, wanted: Tensor, tables: SketchTables) -> lis
     # About 0.3% of these random codes are next to a boundary that rounding a mode to fp16 crosses; few codes may have a few more.
     if int((difference > 0).sum()) > 5 + 0.005 * used:
         found.append(f"{int((difference > 0).sum())} of {used} codes differ")
+    # A code may only differ where the coefficient lies on a boundary, as far as 11 bits of mantissa can tell: then either code is as good.
+    if bool((difference > 0).any()):
+        value, spread = exact_values(keys, tables)
+        distance = (value - value.round()).abs()
+        off = (difference > 0) & (distance > 1e-3 + 2e-3 * spread)
+        if bool(off.any()):
+            found.append(f"{int(off.sum())} codes differ although their coefficient is up to {float(distance[off].max()):.3f} steps from a boundary")
     unused = unpack_digits(actual, tables.layout)[:, tables.slot_digit == UNUSED_DIGIT]
     if bool((unused != 0).any()):
         found.append("digits of unused slots are not 0")
