@@ -131,20 +131,17 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   auto page_of = [&](int tile, int half) { return min(tile * kTilePages + 8 * half + g, pages - 1); };
   int entry[2];
   auto look_up = [&](int tile) { entry[0] = table.entry(page_of(tile, 0)), entry[1] = table.entry(page_of(tile, 1)); };
-  const uint8_t* from[2];
-  auto locate_records = [&](int tile) {
+  uint4 record[2][kRecordVectors];
+  auto load_records = [&](int tile) {
+    const uint8_t* from[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       from[h] = p.records + (static_cast<int64_t>(table.physical(entry[h], page_of(tile, h))) * p.heads + head) * sketch::record_bytes + 16 * q;
-  };
-  uint4 record[2][kRecordVectors];
-  auto load_records = [&] {
 #pragma unroll
     for (int j = 0; j < kRecordVectors; ++j) record[0][j] = load_record(from[0] + 64 * j), record[1][j] = load_record(from[1] + 64 * j);
   };
   look_up(chunk);
-  locate_records(chunk);
-  load_records();
+  load_records(chunk);
   look_up(chunk + p.chunks);
   wait_previous_kernel();
 
@@ -179,15 +176,8 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   const uint32_t first_page = static_cast<uint32_t>(row) * p.capacity;
   const float4* lane_scales = shared_scales + pair;
 
-  // The next tile's loads start as soon as the products are done if their addresses are ready by then; weights in registers leave no room.
-  constexpr bool kAddressesEarly = !WEIGHTS_IN_REGISTERS;
   for (int tile = chunk; tile * kTilePages < pages; tile += p.chunks) {
     asm volatile("" ::: "memory");  // or the weights in shared memory are hoisted into registers
-    if constexpr (kAddressesEarly) {
-      locate_records(tile + p.chunks);
-      asm volatile("" : "+l"(from[0]), "+l"(from[1]));  // or the compiler moves them down to the loads
-      look_up(tile + 2 * p.chunks);
-    }
     int sum[TILES][kModes][4];
     uint4 fragment[TILES][kProducts / 2];
     auto product = [&](auto which) {
@@ -229,9 +219,8 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
     if constexpr (WEIGHTS_IN_REGISTERS) __syncwarp();  // the odd products may not start before the even accumulators are free
     unrolled<kProducts - kSketchProgram.even>([&](auto which) { product(std::integral_constant<int, kSketchProgram.even + decltype(which)::value>{}); });
     if ((tile + p.chunks) * kTilePages < pages) {
-      if constexpr (!kAddressesEarly) locate_records(tile + p.chunks);
-      load_records();
-      if constexpr (!kAddressesEarly) look_up(tile + 2 * p.chunks);
+      load_records(tile + p.chunks);
+      look_up(tile + 2 * p.chunks);
     }
     __syncwarp();  // keeps ptxas from sinking the loads behind the exponentials
     {

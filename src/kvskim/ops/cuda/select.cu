@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     // Everything that can be on its way before the length is known: it lies within the buffers, and what is beyond the length is not used.
     const int seq_len = p.seq_lens[blockIdx.z], ready = *p.ready;
     const float* partials = p.partials + static_cast<size_t>(row) * p.chunks * GROUP;
-    const float first_partial = threadIdx.x < p.chunks * GROUP ? partials[threadIdx.x] : 0.0f;
+    const float first_partial = threadIdx.x < min(p.chunks * GROUP, SUMMING_THREADS) ? partials[threadIdx.x] : 0.0f;
     const float own_forced = warp < GROUP && lane == 0 ? p.forced[row * GROUP + warp] : 0.0f;
     const bool by_capacity = p.cluster == 1 && p.block_capacity <= UNROLL * THREADS;
     int per_warp = (p.block_capacity + THREADS - 1) / THREADS * 32;

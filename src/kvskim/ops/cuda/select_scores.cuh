@@ -7,6 +7,9 @@
 namespace kvskim::selection {
 
 constexpr float EXPONENT_LIMIT = 83.0f;
+// So many threads add up the partial sums, whatever the size of the block: the order of the additions, and so the last bit of every
+// mass, must not depend on how a launch was cut into blocks.
+constexpr int SUMMING_THREADS = 512;
 
 // NaN if either is NaN, unlike fminf and fmaxf: a broken score must stay visible.
 __device__ __forceinline__ float min_nan(float a, float b) {
@@ -96,7 +99,8 @@ __device__ void reduce_partials(Shared<THREADS / 32>& shared, const float* parti
     constexpr int WARPS = THREADS / 32;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float sum = threadIdx.x < chunks * GROUP ? first : 0.0f;
-    for (int i = threadIdx.x + THREADS; i < chunks * GROUP; i += THREADS) sum += partials[i];
+    if (threadIdx.x < SUMMING_THREADS)
+        for (int i = threadIdx.x + SUMMING_THREADS; i < chunks * GROUP; i += SUMMING_THREADS) sum += partials[i];
 #pragma unroll
     for (int distance = 16; distance >= GROUP; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane < GROUP) shared.partial[warp][lane] = sum;
