@@ -44,13 +44,32 @@ def test_help_of_every_command(monkeypatch, capsys, command):
         (["demo", "--context", "10"], "context is 10"),
         (["demo", "--text", "/nowhere/text.txt", "--question", "Why?"], "there is no such file"),
         (["demo", "--text", __file__], "--text needs at least one --question"),
+        (["demo", "--question", " "], "--question is empty"),
         (["inspect", "/nowhere/model"], "there is no model at /nowhere/model"),
         (["inspect", "-o", "/nowhere/picture.png"], "the folder /nowhere does not exist"),
         (["inspect", "--context", "1"], "--context is 1"),
         (["inspect", "."], "has no config.json"),
         (["calibrate", "/nowhere/model", "-o", "basis.safetensors"], "there is no model at /nowhere/model"),
+        (["calibrate", "demo"], "give the file to write with --output, or --cache"),
+        (["calibrate", "demo", "--cache", "--tokens", "3"], "--tokens is 3"),
         (["calibrate", "demo", "-o", "basis.safetensors", "--tokens", "3"], "--tokens is 3"),
         (["calibrate", "demo", "-o", "basis.safetensors", "--record-bytes", "100"], "record_bytes=100"),
+        (["calibrate", "demo", "-o", "basis.safetensors", "--device", "gpu"], "--device is 'gpu'; it must be cpu or cuda"),
+        (["calibrate", "demo", "-o", "basis.safetensors", "--device", "cuda:99"], "--device is 'cuda:99', but torch sees"),
+        (["inspect", "--device", "cpu:"], "--device is 'cpu:'; it must be cpu or cuda"),
+        (["eval", "selectors", "/nowhere/[/model]"], "there is no model at /nowhere/[/model]"),
+        (["eval", "selectors", "--device", "gpu"], "--device is 'gpu'"),
+        (["eval", "selectors", "--budgets", "8,x"], "--budgets is '8,x'"),
+        (["eval", "selectors", "--budgets", "2"], "--budgets is '2'"),
+        (["eval", "selectors", "--tau", "nan"], "--tau is nan"),
+        (["eval", "selectors", "--tokens", "10"], "--tokens is 10; it must be at least 256"),
+        (["eval", "selectors", "--decoded", "0"], "--decoded is 0"),
+        (["eval", "selectors", "--needle-tokens", "1"], "--needle-tokens is 1"),
+        (["eval", "selectors", "--seeds", "0"], "--seeds is 0"),
+        (["eval", "selectors", "--only", "mean,sketchy"], "--only names 'sketchy'; the rows are oracle, "),
+        (["eval", "selectors", "--json", "/nowhere/table.json"], "--json /nowhere/table.json: the folder /nowhere does not exist"),
+        (["bench", "kernels", "--kernels", "torch"], "--kernels is 'torch'; it must be auto, cuda or triton"),
+        (["bench", "kernels", "--markdown", "/"], "--markdown / is a folder"),
     ],
 )
 def test_errors_are_one_sentence_and_exit_code_2(monkeypatch, capsys, arguments, words):
@@ -67,6 +86,48 @@ def test_text_that_is_not_text_is_refused(monkeypatch, capsys, tmp_path):
     (tmp_path / "bytes.bin").write_bytes(b"\xff\xfe\x00\x80")
     code, _, err = run(monkeypatch, capsys, "demo", "--text", str(tmp_path / "bytes.bin"), "--question", "Why?")
     assert (code, "is not a UTF-8 text file" in err) == (2, True)
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["calibrate", "-o", "basis.safetensors"], ["eval", "selectors"]], ids=["inspect", "calibrate", "eval"])
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"config.json": "{"}, "is not a valid JSON file"),
+        ({"config.json": '{"model_type": "llama"}'}, "can't be read (ValueError: "),
+        ({"model.gguf": "no model"}, "can't be read (ValueError: "),
+    ],
+    ids=["broken config", "no tokenizer", "no gguf"],
+)
+def test_a_folder_or_file_without_a_usable_model_is_one_sentence(monkeypatch, capsys, tmp_path, command, files, words):
+    pytest.importorskip("transformers")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    source = str(tmp_path / "model.gguf" if "model.gguf" in files else tmp_path)
+    code, _, err = run(monkeypatch, capsys, *command, source)
+    last = err.splitlines()[-1]
+    assert code == 2
+    assert last.startswith(f"Error: the model at {source} ")
+    assert words in last
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["demo", "inspect"])
+def test_a_switched_off_kvskim_is_told_before_a_model_is_loaded(monkeypatch, capsys, command):
+    monkeypatch.setattr("kvskim.demo.model.MODEL_PACKAGE", "kvskim_no_such_package")
+    for value, words in (("1", "KVSKIM_DISABLE switches kvskim off"), ("maybe", "KVSKIM_DISABLE='maybe' must be")):
+        monkeypatch.setenv("KVSKIM_DISABLE", value)
+        code, _, err = run(monkeypatch, capsys, command)
+        assert (code, words in err) == (2, True)
+
+
+def test_a_file_that_can_not_be_written_is_refused(monkeypatch, tmp_path):
+    from kvskim.cli_files import writable
+    from kvskim.errors import KvskimError
+
+    assert writable(tmp_path / "new", "--output") == tmp_path / "new"
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(KvskimError, match=r"--output .*new can't be written"):
+        writable(tmp_path / "new", "--output")
 
 
 def test_a_missing_demo_model_is_one_sentence(monkeypatch, capsys):

@@ -219,6 +219,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("nvcc")
 def test_all_sources_compile_within_their_registers(compiled: tuple[Path, str, float]) -> None:
     _, log, _ = compiled
     nvcc = build.find_nvcc()
@@ -232,6 +233,7 @@ def test_all_sources_compile_within_their_registers(compiled: tuple[Path, str, f
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("nvcc")
 def test_library_loads_without_a_gpu_and_has_its_functions(compiled: tuple[Path, str, float]) -> None:
     library = ctypes.CDLL(str(compiled[0]))
     library.kvskim_error_string.restype = ctypes.c_char_p
@@ -245,6 +247,7 @@ def test_library_loads_without_a_gpu_and_has_its_functions(compiled: tuple[Path,
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("nvcc")
 def test_build_takes_less_than_thirty_seconds_on_sixteen_cores(compiled: tuple[Path, str, float]) -> None:
     cores = os.cpu_count() or 1
     if cores < 16:

@@ -108,6 +108,32 @@ def test_inspect_writes_a_picture_and_names_the_worst_heads(tiny, tmp_path):
     assert np.isnan(timeline[26]).tolist() == [True] * 16 + [False] * 4
 
 
+def test_texts_beyond_the_positions_of_the_model_are_refused(tiny, tmp_path):
+    from kvskim.demo.run import run_demo
+    from kvskim.inspection import run_inspect
+
+    with pytest.raises(KvskimError, match=r"--context asks for \d+ tokens in all, but this model was made for 4096"):
+        run_demo(SPARSE, context=4096, console=Console(quiet=True))
+    with pytest.raises(KvskimError, match="--context asks for 4097 tokens in all, but this model was made for 4096"):
+        run_inspect(SPARSE, tmp_path / "picture.png", context=4095, steps=2, console=Console(quiet=True))
+
+
+def test_inspect_refuses_a_model_whose_layers_are_all_dense(tiny, tmp_path):
+    from kvskim.inspection import run_inspect
+
+    config = SkimConfig(dense_layers=2, on_unsupported="dense")
+    with pytest.raises(KvskimError, match="nothing to draw"):
+        run_inspect(config, tmp_path / "picture.png", context=128, steps=2, console=Console(quiet=True))
+    assert not (tmp_path / "picture.png").exists()
+
+
+def test_a_picture_that_can_not_be_written_is_one_sentence(tiny, tmp_path):
+    from kvskim.inspection import run_inspect
+
+    with pytest.raises(KvskimError, match="can't be written"):
+        run_inspect(SPARSE, tmp_path / "absent" / "picture.png", context=128, steps=2, console=Console(quiet=True))
+
+
 def test_calibrate_writes_a_file_that_the_model_takes(tiny, tmp_path):
     from kvskim.demo.calibrate import run_calibrate
 
@@ -120,6 +146,21 @@ def test_calibrate_writes_a_file_that_the_model_takes(tiny, tmp_path):
     session.prefill(tokenize(CharacterTokenizer(), "some words " * 40))
     session.feed([5])
     assert host.statistics().sparse_rows == 2
+
+
+def test_calibrate_keeps_its_work_and_replaces_what_was_kept(tiny, tmp_path, monkeypatch):
+    from kvskim.demo.calibrate import run_calibrate
+
+    monkeypatch.setenv("KVSKIM_CACHE_DIR", str(tmp_path))
+    run_calibrate(SkimConfig(), None, model=None, tokens=1024, keep=True, console=Console(quiet=True))
+    (path,) = tmp_path.rglob("*.safetensors")
+    first = load_calibration(path)
+    # A kept calibration is no reason not to fit.
+    run_calibrate(SkimConfig(), tmp_path / "own.safetensors", model=None, tokens=2048, keep=True, console=Console(quiet=True))
+    second = load_calibration(path)
+    assert not torch.equal(second.layer(0).mean, first.layer(0).mean)
+    assert torch.equal(second.layer(0).mean, load_calibration(tmp_path / "own.safetensors").layer(0).mean)
+    assert all(state.calibration is not None for state in enable(tiny_model(), SkimConfig()).layers())
 
 
 def test_a_page_frame_calibration_can_be_made(tiny, tmp_path):

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from kvskim.calibration import CalibrationError
+from kvskim.calibration_store import write_stored
 from kvskim.config import SkimConfig
 from kvskim.engines.decode import DecodeSettings, decode_attention
 from kvskim.engines.transformers import UnsupportedError, cache_keyword, disable, enable, report
@@ -455,3 +456,45 @@ def test_decode_attention_equals_the_reference(selector, tokens, softcap):
         assert result.pages[head].nonzero()[:, 0].tolist() == row.pages.tolist()
         assert float(result.covered[head]) == pytest.approx(row.covered, abs=1e-5)
         assert float(result.exact[head]) == pytest.approx(row.exact_covered, abs=1e-5)
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """A calibration of the tiny llama in an own cache directory: its file, and the model it was fitted with."""
+    monkeypatch.setenv("KVSKIM_CACHE_DIR", str(tmp_path))
+    model = make("llama")
+    host = enable(model, SkimConfig())
+    decode_all(model, prompt(1100), 1090)
+    assert not list(tmp_path.iterdir())
+    return write_stored(host.calibration()), model
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["enable", "name alone"])
+def test_a_kept_calibration_is_used_from_the_first_step_on(kept, plain):
+    again = make("llama", attention="kvskim" if plain else None)
+    if not plain:
+        enable(again, SkimConfig())
+    short = prompt(200)
+    decode_all(again, short, 195)
+    states = [module._kvskim for module in again.modules() if hasattr(module, "_kvskim")]
+    assert [state.statistics.sparse_rows for state in states] == [5] * len(states)
+    # Another model, and another record size, do not take it.
+    for model, config in ((make("qwen3"), SkimConfig()), (make("llama"), SkimConfig(selector_options={"record_bytes": 128}))):
+        assert all(state.calibration is None for state in enable(model, config).layers())
+
+
+def test_fault_15_the_name_alone_takes_the_calibration_file_of_the_settings(kept, monkeypatch, tmp_path):
+    path = kept[0].rename(tmp_path / "mine.safetensors")
+    monkeypatch.setenv("KVSKIM_CONFIG", f'{{"calibration": "{path}"}}')
+    model = make("llama", attention="kvskim")
+    decode_all(model, prompt(200), 195)
+    assert all(module._kvskim.statistics.sparse_rows == 5 for module in model.modules() if hasattr(module, "_kvskim"))
+    with pytest.raises(CalibrationError, match="was made for the model"):
+        decode_all(make("qwen3", attention="kvskim"), prompt(200), 195)
+
+
+def test_a_file_that_is_refused_leaves_no_state_behind(kept):
+    model = make("qwen3")
+    with pytest.raises(CalibrationError, match="was made for the model"):
+        enable(model, SkimConfig(calibration=str(kept[0])))
+    assert report(model) == []

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from kvskim import __version__, cli_bench, cli_eval, cli_vllm
 from kvskim.cli_config import config as config_command
-from kvskim.config import ConfigError, load_config
+from kvskim.cli_files import writable
+from kvskim.config import ConfigError, is_disabled, load_config
 from kvskim.errors import KvskimError
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def _configuration(
         rule = "coverage"
     arguments: dict[str, Any] = {"selector": selector, "rule": rule, "budget_pages": budget_pages, "tau": tau, "coverage": coverage}
     loaded = load_config(arguments)
+    if is_disabled():
+        raise KvskimError("KVSKIM_DISABLE switches kvskim off, so there is nothing to show: unset it")
     for warning in loaded.warnings:
         typer.echo(f"Warning: {warning}", err=True)
     return loaded.config
@@ -83,14 +86,6 @@ def _read_text(path: Path | None) -> str | None:
     return text
 
 
-def _writable(path: Path) -> Path:
-    if path.is_dir():
-        raise KvskimError(f"--output {path} is a folder: give the name of a file")
-    if not path.absolute().parent.is_dir():
-        raise KvskimError(f"--output {path}: the folder {path.absolute().parent} does not exist")
-    return path
-
-
 @app.command()
 def demo(
     context: Annotated[int, typer.Option(help="Tokens of the document.")] = 4096,
@@ -107,6 +102,8 @@ def demo(
     own_text = _read_text(text)
     if own_text is not None and not question:
         raise KvskimError("--text needs at least one --question about it")
+    if any(not words.strip() for words in question or []):
+        raise KvskimError("--question is empty: ask something, or leave it out")
     from kvskim.demo.run import run_demo
 
     run_demo(settings, context=context, text=own_text, questions=question)
@@ -129,7 +126,7 @@ def inspect(
     """Draw which pages each layer and head attends over time, and the attention mass covered, with the worst heads named."""
     settings = _configuration(selector, rule, budget_pages, tau, coverage)
     own_text = _read_text(text)
-    target = _writable(output)
+    target = writable(output, "--output")
     from kvskim.inspection import run_inspect
 
     run_inspect(settings, target, model=model, context=context, steps=steps, text=own_text, device=device)
@@ -138,19 +135,22 @@ def inspect(
 @app.command()
 def calibrate(
     model: Annotated[str, typer.Argument(help="A Hugging Face model folder or a .gguf file; `demo` for the demo model.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The calibration file to write (safetensors).")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The calibration file to write (safetensors).")] = None,
+    cache: Annotated[bool, typer.Option("--cache", help="Keep it in the cache directory too, where `calibration: auto` finds it for this model.")] = False,
     tokens: Annotated[int, typer.Option(help="Tokens of text to fit on.")] = 8192,
     record_bytes: Annotated[int, typer.Option(help="Size of the records: 128, 192, 256 or 384.")] = 256,
     text: TextOption = None,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
 ) -> None:
     """Fit the record basis of a model on a text of yours or on built-in mixed text, for the setting `calibration`."""
+    if output is None and not cache:
+        raise KvskimError("give the file to write with --output, or --cache to keep the calibration for `calibration: auto`, or both")
     own_text = _read_text(text)
-    target = _writable(output)
+    target = None if output is None else writable(output, "--output")
     settings = load_config({"selector": "sketch", "selector_options": {"record_bytes": record_bytes}, "calibration": "auto"}).config
     from kvskim.demo.calibrate import run_calibrate
 
-    run_calibrate(settings, target, model=None if model == "demo" else model, tokens=tokens, text=own_text, device=device)
+    run_calibrate(settings, target, model=None if model == "demo" else model, tokens=tokens, text=own_text, device=device, keep=cache)
 
 
 def main() -> None:

@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvskim.cli_files import writable
+from kvskim.errors import KvskimError
+
 app = typer.Typer(help="Measure on this machine's GPU.", no_args_is_help=True)
 
 
@@ -32,13 +35,20 @@ def kernels(
     import torch
 
     console = Console(stderr=True)
+    if implementation not in ("auto", "cuda", "triton"):
+        raise KvskimError(f"--kernels is {implementation!r}; it must be auto, cuda or triton")
+    for option, target in (("--json", json_path), ("--markdown", markdown_path)):
+        if target is not None:
+            writable(target, option)
     if not torch.cuda.is_available():
-        console.print("[red]kvskim bench kernels needs a CUDA GPU; torch sees none.[/red]")
-        raise typer.Exit(2)
+        raise KvskimError("kvskim bench kernels needs a CUDA GPU; torch sees none")
     from kvskim.bench.kernels import KernelBench, markdown_table
     from kvskim.ops.dispatch import choose
 
-    choice = choose(implementation, "cuda")
+    try:
+        choice = choose(implementation, "cuda")
+    except ValueError as error:
+        raise KvskimError(str(error)) from error
     console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {choice.reason}")
     with console.status("measuring") as status:
         bench = KernelBench(choice.kernels, twin=twin, quick=quick, progress=lambda line: status.update(line) if "\n" not in line else console.print(line))

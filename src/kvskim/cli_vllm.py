@@ -13,12 +13,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvskim.config import cache_directory, configured_by, is_disabled, load_config, nvcc_path, publish
 from kvskim.config_sources import read_settings
 from kvskim.errors import KvskimError
 
+_FAULT = "!"
+"""First character of a finding of `kvskim doctor` that is a fault."""
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 ConfigOption = Annotated[str | None, typer.Option("--config", help="Configuration of kvskim: a JSON or YAML file, or inline JSON. Default: KVSKIM_CONFIG.")]
 
@@ -65,8 +68,13 @@ def doctor() -> None:
     console = Console()
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in _findings():
-        table.add_row(f"[bold]{name}[/bold]", value)
+        table.add_row(f"[bold]{name}[/bold]", _coloured(value))
     console.print(table)
+
+
+def _coloured(value: str) -> str:
+    """Red where a line reports a fault; a path or a device name that looks like markup stays text."""
+    return f"[red]{escape(value[len(_FAULT) :])}[/red]" if value.startswith(_FAULT) else escape(value)
 
 
 def _findings() -> list[tuple[str, str]]:
@@ -85,7 +93,7 @@ def _or_error(find: Callable[[], str]) -> str:
     try:
         return find()
     except Exception as error:
-        return f"[red]{type(error).__name__}: {error}[/red]"
+        return f"{_FAULT}{type(error).__name__}: {error}"
 
 
 def _installed(name: str) -> str:
@@ -109,7 +117,7 @@ def _vllm_support() -> str:
 def _plugin() -> str:
     found = [entry for entry in entry_points(group="vllm.general_plugins") if entry.value.startswith("kvskim.")]
     if not found:
-        return "[red]NOT FOUND: kvskim is on the path but not installed (pip install); vLLM will not load it[/red]"
+        return f"{_FAULT}NOT FOUND: kvskim is on the path but not installed (pip install); vLLM will not load it"
     return f"{found[0].name} = {found[0].value}"
 
 

@@ -50,7 +50,8 @@ SELECTOR_OPTIONS: Mapping[SelectorName, Mapping[str, SelectorOption]] = {
     },
     "rki4": {"rank": SelectorOption(8, (2, 4, 6, 8), "principal directions kept per page")},
     "r8": {"rank": SelectorOption(8, tuple(range(1, 17)), "principal directions kept per page")},
-    "clse": {"rank": SelectorOption(2, tuple(range(1, 17)), "principal directions kept per page")},
+    # Even, so that the 4-bit coordinates of a token fill whole bytes.
+    "clse": {"rank": SelectorOption(2, tuple(range(2, 17, 2)), "principal directions kept per page")},
     "quad": {
         "rank": SelectorOption(2, (1, 2, 4), "principal directions kept per page"),
         "bits": SelectorOption(4, (4, 8), "bits per channel of a direction"),

@@ -97,13 +97,15 @@ def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
     """Settings out of command-line words `KEY=VALUE`; `selector_options.rank=4` sets one option of the selector.
 
     Values are JSON where they parse as JSON (numbers, lists, objects, true, null), else YAML, so `rule=budget` needs no quotes.
-    Raises `ConfigError` on a word without `=`, a repeated key, or a value that is neither.
+    Raises `ConfigError` on a word without `=`, a repeated key, a value that is neither, and no value at all.
     """
     settings: dict[str, Any] = {}
     for word in words:
         key, separator, text = word.partition("=")
         if not separator or not key:
             raise ConfigError(f"{show(word)} is not a setting: write KEY=VALUE, such as tau=0.007")
+        if not text.strip():
+            raise ConfigError(f"{show(word)} gives {key} no value: write one after the equals sign, or leave {key} out")
         value = _parse_value(text, where=word)
         target, name = settings, key
         if key.startswith("selector_options."):

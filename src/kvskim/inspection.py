@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvskim.config import SkimConfig
-from kvskim.demo.model import MODEL_NAME, load_model, require_packages
+from kvskim.demo.model import MODEL_NAME, check_positions, load_model, require_packages
 from kvskim.demo.session import Session
 from kvskim.demo.text import build_document
 from kvskim.engines.transformers import StepTrace, enable
@@ -81,7 +81,7 @@ def run_inspect(
         text: the user's, or None for the built-in document.
 
     Raises:
-        KvskimError: matplotlib or the model is missing, or the text is too short.
+        KvskimError: matplotlib or the model is missing, no layer is sparse, the text is too short, or the picture can't be written.
     """
     console = console or Console()
     require_packages("transformers", "matplotlib")
@@ -92,7 +92,10 @@ def run_inspect(
     ids = build_document(tokenizer, context + steps, text).ids
     if len(ids) < 64 + steps:
         raise KvskimError(f"the text has {len(ids)} tokens; with --steps {steps} at least {64 + steps} are needed")
+    check_positions(loaded, len(ids), "--context")
     host = enable(loaded, config)
+    if not any(layer.dense_reason is None for layer in host.layers()):
+        raise KvskimError("every layer of this model keeps full attention, so there is nothing to draw: change dense_layers, or take another model")
     session, recording = Session(loaded), Recording()
     columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -155,8 +158,10 @@ def draw(recording: Recording, output: Path, title: str) -> None:
     for axis, (label, layer, head) in zip(panels, _timeline_choice(recording, frequency, names)):
         axis.imshow(recording.timeline(layer, head), aspect="auto", interpolation="nearest", cmap="Greys", vmin=0, vmax=1, origin="lower")
         axis.set(title=f"{label}: layer {layer} head {head}", xlabel=f"decode step (of {steps})", ylabel="page (black: attended)")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=110, format="png")
+    try:
+        figure.savefig(output, dpi=110, format="png")
+    except OSError as error:
+        raise KvskimError(f"--output {output} can't be written ({error.strerror})") from error
 
 
 def _timeline_choice(recording: Recording, frequency: NDArray[np.float32], names: list[tuple[int, int]]) -> list[tuple[str, int, int]]:

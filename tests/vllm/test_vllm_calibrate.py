@@ -1,12 +1,18 @@
 """Calibration in the engine: what is captured, when decode becomes sparse, and that it happens on the device."""
 
+import logging
+import threading
+
 import pytest
 import torch
 from mini_engine import MiniEngine, Request
 
-from kvskim.engines.vllm import calibrate, probe
+from kvskim.calibration import model_fingerprint
+from kvskim.calibration_store import calibration_path
+from kvskim.engines.vllm import calibrate, calibration_source, probe
 from kvskim.engines.vllm.calibrate import Segment, plan_segments, rank_heads
 from kvskim.layout import PAGE_TOKENS
+from kvskim.rotary import Rotary
 from kvskim.selectors import get_selector
 
 FEW = {"rule": "budget", "budget_pages": 6}
@@ -172,13 +178,67 @@ def test_a_cached_calibration_is_found(tmp_path):
     generator = torch.Generator().manual_seed(1)
     fingerprint = model_fingerprint({"model_type": "stand-in"})
     layers = {i: fit_layer(torch.randn(2, 512, 64, generator=generator), torch.randn(4, 64, 64, generator=generator)) for i in range(2)}
-    file = calibrate.cached_file(fingerprint, 256)
+    file = calibration_path(fingerprint, 256)
     assert tmp_path in file.parents
     file.parent.mkdir(parents=True)
     Calibration("stand-in", fingerprint, layers).save(file)
     engine = MiniEngine(FEW)
     assert int(engine.state.ready) == 1
-    assert engine.state.calibration_source == str(file)
+    assert engine.state.calibration_source == f"{file} (made with stand-in)"
+
+
+def fit(engine):
+    request = Request(1)
+    engine.step([(request, 400)])
+    for _ in range(3):
+        engine.step([(request, 1)])
+    for thread in threading.enumerate():
+        if thread.name == calibration_source.THREAD_NAME:
+            thread.join(30)
+    return request
+
+
+def test_a_fit_is_kept_for_the_next_engine(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="vllm.kvskim")
+    first = MiniEngine(FEW)
+    fit(first)
+    file = calibration_path(model_fingerprint({"model_type": "stand-in"}), 256)
+    assert [line for line in caplog.messages if "kept in" in line] == [f"kvskim: calibration: kept in {file}; delete the file to fit anew"]
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    second = MiniEngine(FEW)
+    assert int(second.state.ready) == 1
+    for ours, theirs in zip(second.state.layers.values(), first.state.layers.values()):
+        for name in ("mean", "encode_matrix", "query_matrix", "slot_coefficient", "slot_digit", "coefficient_bits", "coefficient_count"):
+            assert torch.equal(getattr(ours.tables, name), getattr(theirs.tables, name))
+
+
+def test_a_fit_of_some_layers_is_no_calibration_of_all(caplog):
+    fit(MiniEngine({**FEW, "dense_layers": [1]}))
+    engine = MiniEngine(FEW)
+    assert int(engine.state.ready) == 0
+    assert "no kept calibration is used" in caplog.text
+    fit(engine)
+    assert int(MiniEngine(FEW).state.ready) == 1
+
+
+@pytest.mark.parametrize("why", ["tensor_parallel_size", "pipeline_parallel_size", "unwritable", "short"])
+def test_a_fit_that_is_not_kept_says_so_in_one_line(monkeypatch, tmp_path, caplog, why):
+    caplog.set_level(logging.INFO, logger="vllm.kvskim")
+    engine = MiniEngine(FEW)
+    if why == "unwritable":
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("KVSKIM_CACHE_DIR", str(tmp_path / "file"))
+    elif why == "short":
+        # Later positions are seen where the rotary embedding is known.
+        engine.state.calibrator._later_positions = (512,)
+        engine.state.calibrator._rotary = Rotary(1.0 / 10000.0 ** (torch.arange(32) / 32))
+        engine.state.vllm_config.model_config.hf_text_config.max_position_embeddings = 4096
+    else:
+        setattr(engine.state.vllm_config.parallel_config, why, 2)
+    fit(engine)
+    assert int(engine.state.ready) == 1
+    assert len([line for line in caplog.messages if "not kept for other engines" in line]) == 1
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(("total", "world", "expected"), [

@@ -90,6 +90,13 @@ def test_doctor_reports_every_finding(app, monkeypatch):
     assert "ZeroDivisionError" in result.output
 
 
+def test_doctor_shows_a_path_that_looks_like_markup_as_it_is(app, monkeypatch):
+    monkeypatch.setenv("KVSKIM_CONFIG", "/no[/red]where")
+    result = invoke(app, "doctor")
+    assert result.exit_code == 0, result.output
+    assert "/no[/red]where" in "".join(result.output.split())
+
+
 def output(tokens, logprobs, likeliest=None):
     return {"tokens": tokens, "logprobs": logprobs, "likeliest": likeliest or [{} for _ in tokens]}
 

@@ -215,7 +215,7 @@ def test_attributes_of_the_configuration():
                       "speculative_config", "additional_config")),
         (ModelConfig, ("model", "dtype", "max_model_len", "hf_text_config", "is_hybrid", "runner_type", "get_total_num_kv_heads", "get_head_size")),
         (CacheConfig, ("block_size", "cache_dtype", "user_specified_block_size")),
-        (ParallelConfig, ("decode_context_parallel_size", "prefill_context_parallel_size")),
+        (ParallelConfig, ("decode_context_parallel_size", "prefill_context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")),
         (SchedulerConfig, ("max_num_seqs", "disable_hybrid_kv_cache_manager")),
         (CompilationConfig, ("static_forward_context",)),
         (AttentionConfig, ("backend",)),

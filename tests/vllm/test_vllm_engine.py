@@ -340,3 +340,55 @@ def test_start_block_says_what_is_sparse():
     assert len(text.splitlines()) <= 10
     silent = "\n".join(start_block(MiniEngine({"dense_layers": 2}).state))
     assert "NO LAYER" in silent
+
+
+def test_fault_29_metrics_show_that_sparse_attention_ran(monkeypatch):
+    from kvskim.engines.vllm import sampler
+    from kvskim.metrics import SkimMetrics
+
+    prometheus_client = pytest.importorskip("prometheus_client")
+    registry = prometheus_client.CollectorRegistry()
+    engine = MiniEngine(FEW)
+    monkeypatch.setattr(sampler, "SAMPLE_SECONDS", 0.0)
+    engine.state.metrics = engine.state.sampler._metrics = SkimMetrics(registry)
+    a, b = Request(1), Request(2)
+    engine.step([(a, 160), (b, 32)])
+    engine.step([(a, 1), (b, 1)], pad_rows=3)
+    for _ in range(2):
+        engine.step([(a, 1), (b, 1)])
+    value = registry.get_sample_value
+    assert value("kvskim_sparse_steps_total") == 3
+    assert value("kvskim_dense_rows_total", {"reason": "several_query_tokens"}) == 2
+    # One step: 11 pages of which 6, and 3 pages of which all, for two kv heads in two layers; the next sample is still under way.
+    assert (value("kvskim_attended_pages_total"), value("kvskim_pages_total"), value("kvskim_heads_total")) == (4 * 9, 4 * 14, 8)
+    assert value("kvskim_full_heads_total") == 4
+    assert 0.5 < value("kvskim_covered_mass_total") / value("kvskim_heads_total") <= 1.0
+
+
+def test_layers_left_dense_on_demand_are_counted(monkeypatch):
+    from kvskim.engines.vllm import state
+    from kvskim.metrics import SkimMetrics
+
+    prometheus_client = pytest.importorskip("prometheus_client")
+    registry = prometheus_client.CollectorRegistry()
+    mine = SkimMetrics(registry)
+    monkeypatch.setattr(state, "metrics", lambda: mine)
+    engine = MiniEngine({**FEW, "on_unsupported": "dense"}, num_layers=3, attn_type="encoder_only")
+    assert len(engine.state.dense) == 3
+    (family,) = [f for f in registry.collect() if f.name == "kvskim_unsupported"]
+    assert [s.value for s in family.samples if s.name.endswith("_total")] == [3]
+
+
+def test_fault_20_an_allocation_that_fails_stops_the_engine(monkeypatch):
+    from kvskim.engines.vllm import state
+
+    tried = []
+
+    def fail(**_):
+        tried.append(1)
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(state, "Workspace", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        MiniEngine(FEW)
+    assert len(tried) == 1

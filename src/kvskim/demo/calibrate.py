@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvskim.calibration_store import write_stored
 from kvskim.config import SkimConfig
 from kvskim.demo.model import load_model
 from kvskim.demo.session import Session
@@ -20,14 +21,15 @@ OTHER_TEXT_SHRINK = 0.5
 
 
 def run_calibrate(
-    config: SkimConfig, output: Path, *, model: str | None, tokens: int = 8192, text: str | None = None, device: str = "cpu",
-    console: Console | None = None,
+    config: SkimConfig, output: Path | None, *, model: str | None, tokens: int = 8192, text: str | None = None, device: str = "cpu",
+    keep: bool = False, console: Console | None = None,
 ) -> None:
     """Fit and save a calibration.
 
     Args:
         config: selector ``sketch`` with its options; `calibration` is not read.
-        output: file to write.
+        output: file to write, or None.
+        keep: also keep it in the cache directory, where ``calibration: auto`` finds it, in the place of an earlier one.
         model: see `load_model`.
         tokens: of text, all samples together.
         text: the user's, or None for built-in prose and code.
@@ -44,6 +46,9 @@ def run_calibrate(
     if sum(map(len, samples)) < LEAST_TOKENS:
         raise KvskimError(f"the text has {sum(map(len, samples))} tokens; a calibration needs at least {LEAST_TOKENS}: give a longer one")
     host = enable(loaded, config)
+    for layer in host.layers():
+        # A kept calibration would leave nothing to fit on.
+        layer.capture = True
     columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     sessions = []
     with Progress(*columns, console=console) as progress:
@@ -56,6 +61,15 @@ def run_calibrate(
         calibration = host.fit_calibration(
             [session.cache for session in sessions], progress=lambda name: progress.advance(fitting), mode_shrink=OTHER_TEXT_SHRINK
         )
-    calibration.save(output)
-    console.print(f"Wrote {output}: {len(calibration.layers)} layers of {calibration.model}, {output.stat().st_size / 2**20:.1f} MiB.")
-    console.print(f"Use it with the setting calibration={output}", style="dim")
+    written = []
+    if output is not None:
+        calibration.save(output)
+        written.append(output)
+    if keep:
+        written.append(write_stored(calibration))
+    for path in written:
+        console.print(f"Wrote {path}: {len(calibration.layers)} layers of {calibration.model}, {path.stat().st_size / 2**20:.1f} MiB.")
+    if output is not None:
+        console.print(f"Use it with the setting calibration={output}", style="dim")
+    if keep:
+        console.print("The setting calibration=auto, the default, takes the kept one from now on", style="dim")

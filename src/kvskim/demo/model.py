@@ -10,13 +10,14 @@ from __future__ import annotations
 import importlib.util
 import io
 import logging
+import re
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvskim.errors import ModelNotFoundError
+from kvskim.errors import KvskimError, ModelNotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,14 +77,52 @@ def quiet_transformers() -> Iterator[None]:
         gguf_logger.setLevel(gguf_level)
 
 
+def usable_device(name: str) -> torch.device:
+    """The device called ``name``, ``cpu`` or ``cuda`` (``cuda:1``); raises KvskimError, naming the option, if torch can't run on it here."""
+    if not re.fullmatch("cpu|cuda(:[0-9]+)?", name):
+        raise KvskimError(f"--device is {name!r}; it must be cpu or cuda")
+    if name != "cpu" and int(name[len("cuda:") :] or 0) >= torch.cuda.device_count():
+        raise KvskimError(f"--device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA GPUs here: use cpu")
+    return torch.device(name)
+
+
+def check_positions(model: Any, tokens: int, option: str) -> None:
+    """Refuse a text of ``tokens`` tokens that goes beyond the positions the model was made for; raises KvskimError that names ``option``."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and tokens > limit:
+        raise KvskimError(f"{option} asks for {tokens} tokens in all, but this model was made for {limit}: lower {option}")
+
+
+@contextmanager
+def reading_model(source: object) -> Iterator[None]:
+    """Turn what transformers, gguf and safetensors raise on a folder or file that holds no usable model into one sentence that names it.
+
+    Raises ModelNotFoundError.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {lines[0].rstrip('.:')}" if lines else type(error).__name__
+        raise ModelNotFoundError(
+            f"the model at {source} can't be read ({reason}): give a folder with config.json, weights and tokenizer of a causal language model, "
+            "or a .gguf file"
+        ) from error
+
+
 def load_model(source: str | None = None, dtype: torch.dtype | None = None, device: str = "cpu") -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer with stock (sdpa) attention.
 
     source: a folder in Hugging Face format, a ``.gguf`` file, or None for the demo model.
     dtype: of the weights; None means float32 on a CPU and the model's own on a GPU.
-    Returns (model in evaluation mode, tokenizer). Raises ModelNotFoundError if there is nothing to load at ``source``.
+    device: cpu or cuda.
+    Returns (model in evaluation mode, tokenizer). Raises ModelNotFoundError if there is nothing to load at ``source``, KvskimError if there is
+    no such device.
     """
     require_packages("transformers")
+    place = usable_device(device)
     path = demo_model_file() if source is None else Path(source)
     if not path.exists():
         raise ModelNotFoundError(f"there is no model at {source}: give a folder in Hugging Face format or a .gguf file")
@@ -98,12 +137,12 @@ def load_model(source: str | None = None, dtype: torch.dtype | None = None, devi
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if dtype is None and device == "cpu":
+    if dtype is None and place.type == "cpu":
         dtype = torch.float32
-    with quiet_transformers():
+    with reading_model(source or MODEL_NAME), quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, **arguments)
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=dtype or "auto", attn_implementation="sdpa", local_files_only=True, **arguments
         )
-    model.to(torch.device(device))
+    model.to(place)
     return model.eval(), tokenizer

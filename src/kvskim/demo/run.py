@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvskim.config import SkimConfig
-from kvskim.demo.model import MODEL_NAME, load_model, require_packages
+from kvskim.demo.model import MODEL_NAME, check_positions, load_model, require_packages
 from kvskim.demo.session import Session
 from kvskim.demo.text import FACTS, Document, Fact, build_document, tokenize
 from kvskim.engines.transformers import LayerStatistics, StepTrace, enable
@@ -34,7 +34,7 @@ class DemoResult:
 
     answers: (question, answer with full attention, answer with kvskim). full_right, kvskim_right: planted facts answered rightly.
     agreement: share of equal next-token predictions on the continuation. covered_mass: exact mean attention mass of the attended pages there.
-    statistics: of all kvskim decode steps. prompt_tokens: length of the document with its frame.
+    statistics: of all kvskim decode steps; steps: how many those were. prompt_tokens: length of the document with its frame.
     """
 
     answers: list[tuple[str, str, str]] = field(default_factory=list)
@@ -47,13 +47,7 @@ class DemoResult:
     statistics: LayerStatistics = field(default_factory=LayerStatistics)
     prompt_tokens: int = 0
     seconds: float = 0.0
-
-    @property
-    def steps(self) -> int:
-        """Decode steps that kvskim made."""
-        return self._steps
-
-    _steps: int = 0
+    steps: int = 0
 
 
 class _Coverage:
@@ -101,12 +95,12 @@ def run_demo(
 
     Args:
         config: settings of kvskim.
-        context: tokens of the document, at least 512; the model was trained for 8192.
+        context: tokens of the document, at least 512; with the questions at most the 8192 that the model was made for.
         text: a text of the user's own instead of the built-in document with planted facts.
         questions: asked instead of those about the planted facts.
 
     Raises:
-        KvskimError: the model is not installed, or the text is too short.
+        KvskimError: the model is not installed, or the text is too short or too long for it.
     """
     console = console or Console()
     require_packages("transformers", "gguf", "accelerate")
@@ -118,6 +112,8 @@ def run_demo(
         model, tokenizer = load_model()
     document, continuation, asked = _prepare(tokenizer, context, text, questions or [])
     head, tail = tokenize(tokenizer, _ROLES[0]), tokenize(tokenizer, _ROLES[1])
+    longest = max(CONTINUATION, ANSWER_LIMIT + len(tail) + max(len(tokenize(tokenizer, f"\n\n{fact.question}")) for fact in asked))
+    check_positions(model, len(head) + len(document.ids) + longest, "--context")
     stop = {tokenizer.eos_token_id, *tail[:1]}
     host = enable(model, config)
     session = Session(model)
@@ -157,7 +153,7 @@ def run_demo(
     result.kvskim_right = sum(bool(fact.answer) and fact.answer in other for fact, other in zip(asked, sparse))
     result.agreement = float((actual.argmax(-1) == expected.argmax(-1)).float().mean())
     result.compared_tokens, result.covered_mass, result.statistics = len(continuation), coverage.mean, host.statistics()
-    result._steps = result.statistics.rows // max(1, sum(layer.dense_reason is None for layer in host.layers()))
+    result.steps = result.statistics.rows // max(1, sum(layer.dense_reason is None for layer in host.layers()))
     result.seconds = time.perf_counter() - begun
     _print(console, config, result, asked)
     return result
@@ -187,10 +183,7 @@ def _print(console: Console, config: SkimConfig, result: DemoResult, asked: tupl
     if result.facts:
         summary.add_row("planted facts answered", f"{result.full_right} of {result.facts}", f"{result.kvskim_right} of {result.facts}")
     console.print(summary)
-    console.print(f"Took {result.seconds:.0f} s. Keys and values are {_DTYPE} here; the plain torch path shows what is read, not speed.", style="dim")
-
-
-_DTYPE = "float32"
+    console.print(f"Took {result.seconds:.0f} s. Keys and values are float32 here; the plain torch path shows what is read, not speed.", style="dim")
 
 
 def _marked(answer: str, fact: Fact) -> str:
@@ -208,5 +201,3 @@ def _size(count: float) -> str:
             return f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
-
-

@@ -21,16 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvskim.calibration import Calibration, CalibrationError, load_calibration, model_fingerprint
+from kvskim.calibration import Calibration, CalibrationError, model_fingerprint
 from kvskim.config import SkimConfig, is_disabled, load_config
-from kvskim.engines.decode import soft_capped
 from kvskim.engines.transformers_cache import PageRecords
+from kvskim.engines.transformers_calibration import find_calibration, layer_calibration, model_name, shape_of_keys
+from kvskim.engines.transformers_dense import dense_attention
 from kvskim.engines.transformers_layer import LayerStatistics, Observer, SkimAttention, StepTrace, rotary_of
 from kvskim.errors import UnsupportedError
 from kvskim.layout import PAGE_TOKENS
+from kvskim.metrics import metrics
 from kvskim.selectors import get_selector
 
 __all__ = [
@@ -49,7 +50,6 @@ __all__ = [
 IMPLEMENTATION = "kvskim"
 _STATE = "_kvskim"
 _CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value")
-_QUERY_BLOCK = 256
 
 logger = logging.getLogger("kvskim.transformers")
 
@@ -148,7 +148,8 @@ def enable(
     Args:
         model: a causal language model.
         config: settings; None reads ``KVSKIM_CONFIG`` and defaults.
-        calibration: one in memory; None takes the file that the settings name, else one is fitted on the first long prompt.
+        calibration: one in memory; None takes the file that the settings name, or with ``auto`` the one that is kept for this model; where there is
+            none, it is fitted on the first long prompt.
         observer: called after every decode step of every layer, see `Host.observe`.
 
     Raises:
@@ -157,25 +158,43 @@ def enable(
     """
     config = load_config().config if config is None else config
     text_config = _text_config(model)
-    if calibration is None and config.calibration != "auto":
-        calibration = load_calibration(config.calibration)
     if calibration is not None:
-        heads = text_config.num_key_value_heads
-        dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-        calibration.check(_model_name(model), model_fingerprint(text_config.to_dict()), heads, dim)
+        calibration.check(_model_name(model), model_fingerprint(text_config.to_dict()), *shape_of_keys(text_config))
     previous = getattr(text_config, "_attn_implementation", None)
     disable(model)
     modules = [(name, module) for name, module in model.named_modules() if _is_decoder_attention(module)]
     for name, module in modules:
         state = _attach(module, name, config)
         state.observer = observer
-        if calibration is not None and state.dense_reason is None:
-            state.calibration = calibration.layer(state.index)
+    if isinstance(config.dense_layers, tuple) and set(config.dense_layers) - {state.index for state in _states(model)}:
+        known = [state.index for state in _states(model)]
+        disable(model)
+        absent = sorted(set(config.dense_layers) - set(known))
+        raise UnsupportedError(
+            f"dense_layers names {', '.join(map(str, absent))}, but the attention layers of {_model_name(model)} are "
+            f"{f'{min(known)} to {max(known)}' if known else 'unknown'}: name only those"
+        )
+    sparse = [state for state in _states(model) if state.dense_reason is None]
+    try:
+        if calibration is None and sparse:
+            calibration = find_calibration(_model_name(model), text_config, sparse)
+        for state in sparse:
+            state.calibration = None if calibration is None else calibration.layer(state.index)
+            if state.calibration is not None:
+                # A calibration for records of another size is refused here, not at the first token.
+                heads, dim = state.calibration.mean.shape
+                state.selector.tables(heads, dim, state.calibration)
+    except CalibrationError:
+        disable(model)
+        raise
     dense = [entry for entry in report(model) if not entry.sparse]
     if len(dense) == len(modules) and config.on_unsupported == "refuse":
         disable(model)
         why = dense[0].reason if dense else "no attention module with a layer index was found"
         raise UnsupportedError(f"no layer of {_model_name(model)} can be sparse ({why}): use its own attention, or set on_unsupported to 'dense'")
+    if len(dense) == len(modules):
+        for entry in dense:
+            metrics().unsupported(entry.reason)
     if dense:
         logger.warning("%d of %d layers keep full attention: %s", len(dense), len(modules), "; ".join(f"{d.name} ({d.reason})" for d in dense))
     model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
@@ -211,7 +230,7 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def _model_name(model: nn.Module) -> str:
-    return str(getattr(model.config, "_name_or_path", "") or getattr(model.config, "model_type", "") or type(model).__name__)
+    return model_name(model.config) or type(model).__name__
 
 
 def _is_decoder_attention(module: nn.Module) -> bool:
@@ -233,7 +252,9 @@ def _attach(module: nn.Module, name: str, config: SkimConfig) -> SkimAttention:
         try:
             state.selector.record_bytes(module.head_dim)  # type: ignore[arg-type]
         except ValueError as error:
-            raise UnsupportedError(f"the selector does not fit this model: {error}") from error
+            if state.dense_reason is None and config.on_unsupported == "refuse":
+                raise UnsupportedError(f"the selector does not fit this model: {error}") from error
+            state.dense_reason = state.dense_reason or str(error)
     if model_config is not None:
         state.rotary = rotary_of(model_config, layer_type)
         state.max_position = int(getattr(model_config, "max_position_embeddings", 0) or 0)
@@ -300,6 +321,7 @@ def attention_forward(
         if state.dense_reason is not None:
             logger.warning("layer %d keeps full attention: %s", state.index, state.dense_reason)
         else:
+            state.calibration = layer_calibration(module, state)
             state.remember(query, key, row_starts(attention_mask, key), scale)
     state: SkimAttention = module._kvskim  # type: ignore[assignment, no-redef]
     layer, state.current = state.current, None
@@ -311,6 +333,7 @@ def attention_forward(
         if state.config.on_unsupported == "refuse":
             raise UnsupportedError(f"{problem}, or set on_unsupported to 'dense'")
         state.dense_reason = problem
+        metrics().unsupported(problem)
         logger.warning("layer %d keeps full attention: %s", state.index, problem)
     if layer is None or state.dense_reason is not None:
         return dense_attention(module, query, key, value, attention_mask, softcap, **dense)
@@ -362,32 +385,6 @@ def row_starts(mask: Tensor | None, key: Tensor) -> list[int] | None:
     if not bool((first + counts == tokens).all()) or not bool((first == first[:, :1]).all()):
         return None
     return first[:, 0].expand(rows).tolist()
-
-
-def dense_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """The model's own sdpa, or, with a logit soft cap (which sdpa lacks), the same in blocks of queries."""
-    if softcap is None:
-        result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-        return result
-    groups = query.shape[1] // key.shape[1]
-    keys, values = key.repeat_interleave(groups, 1).float(), value.repeat_interleave(groups, 1).float()
-    tokens, length = query.shape[2], key.shape[2]
-    blocks = []
-    for begin in range(0, tokens, _QUERY_BLOCK):
-        end = min(begin + _QUERY_BLOCK, tokens)
-        logits = soft_capped(query[:, :, begin:end].float() @ keys.transpose(2, 3) * kwargs["scaling"], softcap)
-        if mask is None:
-            last = torch.arange(length - tokens + begin, length - tokens + end, device=query.device)
-            logits = logits.masked_fill(torch.arange(length, device=query.device) > last[:, None], -torch.inf)
-        elif mask.dtype == torch.bool:
-            logits = logits.masked_fill(~mask[:, :, begin:end], torch.finfo(logits.dtype).min)
-        else:
-            logits = logits + mask[:, :, begin:end]
-        weights = nn.functional.dropout(torch.softmax(logits, -1), kwargs["dropout"], module.training)
-        blocks.append((weights @ values).to(query.dtype))
-    return torch.cat(blocks, 2).transpose(1, 2).contiguous(), None
 
 
 register_transformers()

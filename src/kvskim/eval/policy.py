@@ -82,16 +82,17 @@ class SelectorPolicy:
     def choose(self, layer: int, queries: Tensor, keys: Tensor, position: int, causal: Tensor) -> Tensor:
         total = ceil_div(keys.shape[1], PAGE_TOKENS)
         complete = position // PAGE_TOKENS  # pages before the one that the block lies in
-        exact = page_log_mass(queries, keys, causal)
         forced = torch.zeros(total, dtype=torch.bool, device=keys.device)
         forced[: self.sink_pages] = True
         forced[total - self.window_pages :] = True
         first, last = self.sink_pages, total - self.window_pages
-        selected = forced.expand(exact.shape[0], exact.shape[1], -1).clone()
+        selected = forced.expand(queries.shape[0], queries.shape[1], -1).clone()
         if last > first:
             records = self.records(layer, keys, complete)[first:last]
             scores = self.selector.score(queries, records, self.tables[layer], self._positions(first, last, keys))
-            forced_mass = exact[:, :, forced].logsumexp(2)
+            tokens = forced.repeat_interleave(PAGE_TOKENS)[: keys.shape[1]]
+            logits = torch.einsum("nhgd,hld->nhgl", queries.float(), keys[:, tokens].float())
+            forced_mass = logits.masked_fill(~causal[:, None, None, tokens], -torch.inf).logsumexp(-1)
             key, mass, share = combine(scores, torch.zeros_like(forced_mass), forced_mass, self.parameters.combine)
             selected[..., first:last] = apply_rule(self.parameters, key, mass, share, total, self.sink_pages, self.window_pages)
         statistics = self.statistics
@@ -99,6 +100,7 @@ class SelectorPolicy:
         statistics.pages += float(selected.sum())
         statistics.total_pages += float(selected.numel())
         if self.measure:
+            exact = page_log_mass(queries, keys, causal)
             covered = (exact.softmax(2) * selected[..., None]).sum(2)
             statistics.covered.setdefault(layer, []).append(covered)
         return selected

@@ -185,7 +185,7 @@ def retrieval(
             right += int((logits[-length:].argmax(-1).cpu() == sequence[-length:]).all())
         return right
 
-    rows = [dict(candidate="full attention", rule="all pages", right=ask(None), asked=len(asked), pages=float("nan"))]
+    rows = [dict(candidate="full attention", rule="all pages", right=ask(None), asked=len(asked), pages=None)]
     run.log(json.dumps(rows[0]))
     for candidate in candidates:
         records: dict[int, Tensor] = {}

@@ -116,9 +116,4 @@ def check_keys(keys: Tensor) -> None:
         raise ValueError(f"keys have dtype {keys.dtype}; expected a float dtype")
 
 
-def log_mean_shifted(logits: Tensor) -> Tensor:
-    """``log sum_t exp(logits[..., t])`` over the tokens of a page; NaN stays NaN, so that a broken estimate is seen by the rule."""
-    return torch.logsumexp(logits, -1)
-
-
 LOG_PAGE = math.log(PAGE_TOKENS)

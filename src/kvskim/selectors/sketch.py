@@ -88,7 +88,7 @@ def encode_codes(keys: Tensor, tables: SketchTables) -> Tensor:
         for j, (start, stop) in enumerate(zip(layout.mode_start, layout.mode_start[1:])) if stop > start
     ], -1)
     half = 2.0 ** (tables.coefficient_bits.float() - 1)[:, None]
-    # A key that is not finite must give a visible, not a silent, record: NaN becomes the lowest code, infinities the ends of the range.
+    # Keys that are not finite must give a defined record, the same in every implementation: NaN the middle code, infinities the ends of the range.
     code = torch.minimum(torch.maximum(torch.floor(values), -half), half - 1).nan_to_num() + half
     used = (tables.coefficient_bits > 0)[:, None]
     return torch.where(used, code, torch.zeros_like(code)).long().transpose(0, 1)

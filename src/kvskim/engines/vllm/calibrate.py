@@ -1,9 +1,9 @@
-"""Calibration inside the engine: from a file, from the cache, or from the first prompts that the engine prefills.
+"""Calibration inside the engine, on the first prompts that it prefills, where there is none in a file.
 
-From first prompts: keys and queries of a few thousand prefill tokens are copied aside while FlashAttention computes them; then the
-layers are fitted one per engine step, on the GPU, in the engine's own order of work, so that all tensor-parallel ranks do the same in the
-same step and nothing depends on timing; then all pages in the cache are encoded once and the device flag ``ready`` is set. Until then
-every page is attended. Captured graphs stay valid: they read the tables and the flag from the device. There is no second fit.
+Keys and queries of a few thousand prefill tokens are copied aside while FlashAttention computes them; then the layers are fitted one per
+engine step, on the GPU, in the engine's own order of work, so that all tensor-parallel ranks do the same in the same step and nothing
+depends on timing; then all pages in the cache are encoded once and the device flag ``ready`` is set. Until then every page is attended.
+Captured graphs stay valid: they read the tables and the flag from the device. There is no second fit.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvskim.calibration import Calibration, LayerCalibration, fit_layer, load_calibration, model_fingerprint
-from kvskim.config import SkimConfig, cache_directory
+from kvskim.calibration import Calibration, LayerCalibration, fit_layer
+from kvskim.engines.vllm.calibration_source import keep_calibration
 from kvskim.layout import PAGE_TOKENS
 from kvskim.rotary import Rotary
 from kvskim.selectors.base import PageTables, Selector
@@ -95,7 +94,7 @@ class Calibrator:
         self._keys: dict[str, Tensor] = {}
         self._queries: dict[str, Tensor] = {}
         self._planned: tuple[tuple[Segment, ...], int] = (), 0
-        self._fitted: list[Any] = []
+        self._fitted: list[LayerCalibration] = []
         self._seconds = 0.0
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -154,19 +153,20 @@ class Calibrator:
         keys = self._keys.pop(layer.name).transpose(0, 1).float()
         queries = self._queries.pop(layer.name).transpose(0, 1).float() * layer.scale
         record_bytes = self._selector.record_bytes(layer.head_size)
-        fitted: LayerCalibration = fit_layer(
+        fitted = fit_layer(
             keys, queries, record_bytes=record_bytes, mode_shrink=MODE_SHRINK, rotary=self._rotary, later_positions=self._later_positions
         )
-        self._fitted.append(self._selector.tables(layer.num_kv_heads, layer.head_size, fitted))
+        self._fitted.append(fitted)
         self._seconds += time.perf_counter() - started
         if len(self._fitted) == len(self._layers):
             started = time.perf_counter()
-            for layer, tables in zip(self._layers, self._fitted):
-                copy_tables(layer.tables, tables)
+            for layer, fitted in zip(self._layers, self._fitted):
+                copy_tables(layer.tables, self._selector.tables(layer.num_kv_heads, layer.head_size, fitted))
                 encode_all_pages(state, layer)
             state.mark_ready()
             self._seconds += time.perf_counter() - started
             state.log(f"calibration: fitted on the first {CAPTURE_TOKENS} prefill tokens in {self._seconds:.1f} s; decode is sparse from now on")
+            keep_calibration(state, {layer.index: fitted for layer, fitted in zip(self._layers, self._fitted)}, seen_later=bool(self._later_positions))
 
 
 def encode_all_pages(state: SkimState, layer: LayerState) -> None:
@@ -247,45 +247,6 @@ def vllm_rotary(head_size: int) -> Rotary | None:
         return None
     speeds = modules[0]._compute_inv_freq(modules[0].base)
     return Rotary(speeds.float().cpu(), interleaved=not modules[0].is_neox_style)
-
-
-def cached_file(fingerprint: str, record_bytes: int) -> Path:
-    """Where `calibration: auto` looks for a calibration of a model."""
-    return cache_directory() / "calibrations" / f"{fingerprint}-{record_bytes}.safetensors"
-
-
-def model_settings(model_config: Any) -> dict[str, Any]:
-    """The text model's configuration as `kvskim calibrate` sees it: as transformers reads it, without what vLLM changes in its own copy."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(
-            str(model_config.model), local_files_only=True, trust_remote_code=bool(getattr(model_config, "trust_remote_code", False))
-        ).get_text_config()
-    except (OSError, ValueError):
-        config = model_config.hf_text_config
-    return dict(config.to_dict())
-
-
-def find_calibration(config: SkimConfig, selector: Selector, vllm_config: Any) -> tuple[Calibration | None, str]:
-    """The calibration of this model out of a file or the cache, and where it is from in words; None: the engine fits its own, or needs none.
-
-    Raises:
-        CalibrationError: the file named in the configuration can't be used for this model.
-    """
-    model = vllm_config.model_config
-    fingerprint = model_fingerprint(model_settings(model))
-    if config.calibration == "auto":
-        file = cached_file(fingerprint, selector.record_bytes(model.get_head_size()))
-        if not file.is_file():
-            if not selector.needs_calibration:
-                return None, "none: this selector works without"
-            return None, f"from the first {CAPTURE_TOKENS} prefill tokens; until then every page is attended"
-    else:
-        file = Path(config.calibration).expanduser()
-    calibration = load_calibration(file)
-    calibration.check(str(model.model), fingerprint, model.get_total_num_kv_heads(), model.get_head_size())
-    return calibration, str(file)
 
 
 def heads_of_this_rank(vllm_config: Any) -> tuple[int, int, int]:

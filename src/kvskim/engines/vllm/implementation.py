@@ -71,6 +71,7 @@ class SkimImpl(FlashAttentionImpl):
                 if self.skim_state.config.on_unsupported == "refuse":
                     raise UnsupportedError(refusal)
                 self.dense_because = refusal
+                self.skim_state.metrics.unsupported(refusal)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Find out which layer this is, and put its records beside it. vLLM calls this once per layer after loading, or again on a reload."""

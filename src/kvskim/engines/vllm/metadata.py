@@ -65,6 +65,10 @@ class SkimMetadataBuilder(FlashAttentionMetadataBuilder):
         decode_rows = self._decode_rows(common)
         state.last_lengths = common.seq_lens[:decode_rows] if decode_rows else None
         capture = () if fast_build else self._capture(state, common)
+        if not fast_build and next(iter(state.layers)) in self.layer_names:
+            state.metrics.step(decode_rows, common.num_reqs - decode_rows, calibrated=state.calibrator is None)
+            if state.sampler is not None:
+                state.sampler.before_step(state.last_lengths)
         rest = None
         if 0 < decode_rows < common.num_reqs:
             rest = super().build(0, _rows_from(common, decode_rows), fast_build)

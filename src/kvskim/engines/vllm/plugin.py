@@ -13,6 +13,7 @@ from typing import Any
 from kvskim.config import SkimConfig, configured_by, is_disabled, load_config, publish
 from kvskim.engines.vllm.support import version_refusal
 from kvskim.errors import UnsupportedError
+from kvskim.metrics import metrics
 
 CUSTOM_BACKEND = "kvskim.engines.vllm.backend.SkimBackend"
 FLASH_ATTENTION_BACKEND = "kvskim.engines.vllm.backend.SkimFlashAttentionBackend"
@@ -44,6 +45,7 @@ def register_plugin() -> None:
         if config.on_unsupported == "refuse":
             raise UnsupportedError(refusal)
         logger.warning("kvskim is OFF, attention is vLLM's own: %s", refusal)
+        metrics().unsupported(refusal)
         return
     register_backend(AttentionBackendEnum.FLASH_ATTN, FLASH_ATTENTION_BACKEND)
     register_backend(AttentionBackendEnum.FLASH_ATTN_MLA, MLA_BACKEND)

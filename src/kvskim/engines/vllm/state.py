@@ -16,12 +16,14 @@ from torch import Tensor
 from vllm.config import VllmConfig
 
 from kvskim.config import load_config
-from kvskim.engines.vllm import calibrate
+from kvskim.engines.vllm import calibrate, calibration_source
 from kvskim.engines.vllm.layout import key_value_views
 from kvskim.engines.vllm.records import RecordsLayer
 from kvskim.engines.vllm.report import start_block
+from kvskim.engines.vllm.sampler import ActivitySampler
 from kvskim.engines.vllm.support import BLOCK_SIZES, workspace_rows
 from kvskim.layout import PAGE_TOKENS, ceil_div, padded_group
+from kvskim.metrics import metrics
 from kvskim.ops.attend import Kernels
 from kvskim.ops.dispatch import Choice, choose
 from kvskim.ops.encode import encode
@@ -86,6 +88,8 @@ class SkimState:
         """int32 ``[1]`` on the device: 1 once the tables are those of this model."""
         self.last_lengths: Tensor | None = None
         """Lengths of the rows of the last decode step, int32 on the device."""
+        self.metrics = metrics()
+        self.sampler: ActivitySampler | None = None
         self.kernels = Choice("", "not chosen yet")
         self.rows = 0
         """Rows that one launch serves; a larger decode batch runs in parts."""
@@ -150,11 +154,15 @@ class SkimState:
             shape = (self.max_rows, layer.num_kv_heads)
             layer.counts = torch.zeros(shape, dtype=torch.int32, device=device)
             layer.covered = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.sampler = ActivitySampler(layers, device, self.metrics)
         self._calibrate(layers, device, dtype)
+        self.metrics.calibrated(self.calibrator is None)
         self.report()
 
     def _calibrate(self, layers: list[LayerState], device: torch.device, dtype: torch.dtype) -> None:
-        calibration, self.calibration_source = calibrate.find_calibration(self.config, self.selector, self.vllm_config)
+        calibration, self.calibration_source = calibration_source.find_calibration(
+            self.config, self.selector, self.vllm_config, [layer.index for layer in layers]
+        )
         if calibration is not None:
             total_heads, first, count = calibrate.heads_of_this_rank(self.vllm_config)
             for layer in layers:
@@ -162,6 +170,7 @@ class SkimState:
                 calibrate.copy_tables(layer.tables, tables)
             self.mark_ready()
         elif self.selector.needs_calibration:
+            self.calibration_source = f"from the first {calibrate.CAPTURE_TOKENS} prefill tokens; until then every page is attended"
             rotary = calibrate.vllm_rotary(layers[0].head_size)
             positions = calibrate.later_positions(self.vllm_config.model_config.max_model_len)
             self.calibrator = calibrate.Calibrator(self.selector, layers, rotary, positions)
@@ -174,6 +183,7 @@ class SkimState:
         assert self.ready is not None
         self.ready.fill_(1)
         self.calibrator = None
+        self.metrics.calibrated(True)
 
     def report(self) -> None:
         """Log the start block, once."""

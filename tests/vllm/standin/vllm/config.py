@@ -45,6 +45,8 @@ class CacheConfig:
 class ParallelConfig:
     decode_context_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
 
 @dataclass
