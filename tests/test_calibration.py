@@ -228,3 +228,23 @@ def test_fingerprint_depends_on_shapes_and_rotary_only() -> None:
     config = {"model_type": "llama", "hidden_size": 576, "rope_theta": 1e5, "torch_dtype": "bfloat16"}
     assert model_fingerprint(config) == model_fingerprint({**config, "torch_dtype": "float16", "use_cache": False})
     assert model_fingerprint(config) != model_fingerprint({**config, "rope_theta": 1e6})
+
+
+def test_damaged_metadata_and_unwritable_targets_are_refused(tmp_path: object) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    keys, queries = keys_and_queries()
+    path = tmp_path / "c.safetensors"  # type: ignore[operator]
+    Calibration("tiny", "abc", {0: fit_layer(keys, queries)}).save(path)
+    with safe_open(str(path), framework="pt") as f:
+        metadata, tensors = dict(f.metadata()), {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+    for name, value in (("record_bytes", "100"), ("record_bytes", "128"), ("page_frame", None)):
+        changed = {k: v for k, v in {**metadata, name: value}.items() if v is not None}
+        save_file(tensors, str(path), metadata=changed)
+        with pytest.raises(CalibrationError, match="do not fit together"):
+            load_calibration(path)
+    folder = tmp_path / "folder"  # type: ignore[operator]
+    folder.mkdir()
+    with pytest.raises(CalibrationError, match="can't be written"):
+        Calibration("tiny", "abc", {0: fit_layer(keys, queries)}).save(folder)

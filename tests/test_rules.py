@@ -71,7 +71,6 @@ def test_a_row_no_longer_than_min_pages_is_attended_whole() -> None:
     mass = torch.zeros(8)
     for rule in (
         RuleParameters(rule="threshold", tau=0.5, min_pages=8, max_pages=2),
-        RuleParameters(rule="budget", budget_pages=3, min_pages=8),
         RuleParameters(rule="coverage", coverage=0.1, min_pages=8),
     ):
         assert apply_rule(rule, mass, mass, 0.9, 10, 1, 1).all()
@@ -173,3 +172,11 @@ def test_rules_without_their_number_and_unknown_rules_are_refused() -> None:
         with pytest.raises(ValueError, match=value if value != "everything" else "rule must be"):
             apply_rule(broken, mass, mass, 0.1, 22, 1, 1)
     assert apply_rule(rule, mass, mass, 0.1, 22, 1, 1).any()
+
+
+def test_a_budget_has_no_floor_even_when_one_is_given() -> None:
+    parameters = RuleParameters(rule="budget", budget_pages=4, min_pages=8)
+    assert parameters.min_pages == 0
+    mass = torch.rand(7)
+    chosen = apply_rule(parameters, mass, mass, 0.1, 9, 1, 1)
+    assert int(chosen.sum()) == 2

@@ -292,7 +292,10 @@ class Calibration:
         path = Path(path)
         if not path.parent.is_dir():
             raise CalibrationError(f"the folder {path.parent} of the calibration file {path.name} does not exist; create it first")
-        save_file(tensors, str(path), metadata=metadata)
+        try:
+            save_file(tensors, str(path), metadata=metadata)
+        except (SafetensorError, OSError) as error:
+            raise CalibrationError(f"the calibration can't be written to {str(path)!r} ({error}); give a file in a folder that can be written") from error
 
 
 def _hash(tensors: dict[str, Tensor]) -> str:
@@ -321,6 +324,15 @@ def load_calibration(path: str | Path) -> Calibration:
         )
     if metadata.get("hash") != _hash(tensors):
         raise CalibrationError(f"calibration is {str(path)!r}; its contents do not match the hash it carries (damaged file): make it again")
+    try:
+        return _from_tensors(metadata, tensors)
+    except (KeyError, ValueError, IndexError) as error:
+        raise CalibrationError(
+            f"calibration is {str(path)!r}; its contents do not fit together ({type(error).__name__}: {error}): make it again with `kvskim calibrate`"
+        ) from error
+
+
+def _from_tensors(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Calibration:
     page_frame = metadata["page_frame"] == "1"
     layers: dict[int, LayerCalibration] = {}
     for index in sorted({int(name.split(".")[1]) for name in tensors}):

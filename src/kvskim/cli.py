@@ -139,6 +139,7 @@ def calibrate(
     cache: Annotated[bool, typer.Option("--cache", help="Keep it in the cache directory too, where `calibration: auto` finds it for this model.")] = False,
     tokens: Annotated[int, typer.Option(help="Tokens of text to fit on.")] = 8192,
     record_bytes: Annotated[int, typer.Option(help="Size of the records: 128, 192, 256 or 384.")] = 256,
+    page_frame: Annotated[bool, typer.Option("--page-frame", help="For records in the frame of their page (selector option page_frame).")] = False,
     text: TextOption = None,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
 ) -> None:
@@ -147,10 +148,13 @@ def calibrate(
         raise KvskimError("give the file to write with --output, or --cache to keep the calibration for `calibration: auto`, or both")
     own_text = _read_text(text)
     target = None if output is None else writable(output, "--output")
-    settings = load_config({"selector": "sketch", "selector_options": {"record_bytes": record_bytes}, "calibration": "auto"}).config
+    options = {"record_bytes": record_bytes, "page_frame": page_frame}
+    loaded = load_config({"selector": "sketch", "selector_options": options, "calibration": "auto"})
+    for warning in loaded.warnings:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"Warning: {warning}", style="yellow", markup=False)
     from kvskim.demo.calibrate import run_calibrate
 
-    run_calibrate(settings, target, model=None if model == "demo" else model, tokens=tokens, text=own_text, device=device, keep=cache)
+    run_calibrate(loaded.config, target, model=None if model == "demo" else model, tokens=tokens, text=own_text, device=device, keep=cache)
 
 
 def main() -> None:

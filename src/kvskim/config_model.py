@@ -248,8 +248,7 @@ class SkimConfig(BaseModel):
             budget_pages=self.budget_pages,
             budget_fraction=self.budget,
             coverage=self.coverage,
-            # A budget is never exceeded, so a short request has no floor of its own under that rule.
-            min_pages=0 if self.rule == "budget" else self.min_pages,
+            min_pages=self.min_pages,
             max_pages=self.max_pages,
             combine=self.combine,
         )

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvskim.calibration_store import write_stored
 from kvskim.config import SkimConfig
-from kvskim.demo.model import load_model
+from kvskim.demo.model import check_positions, load_model
 from kvskim.demo.session import Session
 from kvskim.demo.text import calibration_ids
 from kvskim.engines.transformers import enable
@@ -45,6 +45,7 @@ def run_calibrate(
     samples = calibration_ids(tokenizer, tokens, text)
     if sum(map(len, samples)) < LEAST_TOKENS:
         raise KvskimError(f"the text has {sum(map(len, samples))} tokens; a calibration needs at least {LEAST_TOKENS}: give a longer one")
+    check_positions(loaded, max(map(len, samples)), "--tokens")
     host = enable(loaded, config)
     for layer in host.layers():
         # A kept calibration would leave nothing to fit on.

@@ -27,6 +27,7 @@ class RuleParameters:
         budget_fraction: rule budget: share of the request's pages attended, counting sink and window pages; None where a number is used.
         coverage: rule coverage: mass that the attended pages must reach, 0 < coverage <= 1; None with another rule.
         min_pages: fewest candidate pages attended, without sink and window pages; a request with no more candidates than this attends all.
+            Always 0 with rule budget.
         max_pages: most candidate pages attended, without sink and window pages; None for no limit.
         combine: how the scores of the query heads of one kv head become one number per page.
 
@@ -50,5 +51,8 @@ class RuleParameters:
             raise ValueError(
                 f"rule='budget' needs exactly one of budget_pages={self.budget_pages!r} and budget_fraction={self.budget_fraction!r}"
             )
+        if self.rule == "budget" and self.min_pages:
+            # A budget is never exceeded, so a short request has no floor of its own under this rule.
+            object.__setattr__(self, "min_pages", 0)
         if self.rule == "coverage" and self.coverage is None:
             raise ValueError("rule='coverage' needs coverage=None to be a number with 0 < coverage <= 1")
