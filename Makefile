@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WORKERS ?= 2
 DEMO ?=
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint wheel clean
 
 demo: $(VENV)/demo-ready
 	$(BIN)/kvskim demo $(DEMO)
@@ -18,6 +18,11 @@ test: lint
 lint: $(VENV)/test-ready
 	$(BIN)/ruff check src tests
 	$(BIN)/mypy
+
+# A wheel with the prebuilt CUDA library in it; needs nvcc.
+wheel: $(VENV)/demo-ready
+	$(BIN)/python -m kvskim.ops.cuda.build --prebuilt
+	$(PIP) wheel --no-deps -w dist .
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -156,3 +156,39 @@ def test_the_program_starts_without_transformers():
     code = "import sys; sys.argv = ['kvskim', '--version']\nfrom kvskim.cli import main\ntry: main()\nexcept SystemExit: pass\n"
     code += "assert not {'transformers', 'triton', 'vllm', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+
+
+def test_build_prints_where_the_library_is(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from kvskim import cli
+    from kvskim.ops.cuda import build as cuda_build
+
+    asked = {}
+
+    def fake(output_directory=None, progress=None, fresh=False):
+        asked.update(output=output_directory, fresh=fresh)
+        progress("compiling")
+        return tmp_path / "libkvskim.so"
+
+    monkeypatch.setattr(cuda_build, "build_library", fake)
+    result = CliRunner().invoke(cli.app, ["build", "-o", str(tmp_path), "--fresh"])
+    assert result.exit_code == 0
+    assert str(tmp_path / "libkvskim.so") in result.output.replace("\n", "")
+    assert asked == {"output": tmp_path, "fresh": True}
+
+
+def test_build_without_a_compiler_or_folder_is_one_sentence(tmp_path, monkeypatch, capsys):
+    from kvskim import cli
+    from kvskim.ops.cuda import build as cuda_build
+
+    def fail(**keywords):
+        raise cuda_build.BuildError("no prebuilt library matches these sources and nvcc was not found; install the CUDA toolkit")
+
+    monkeypatch.setattr(cuda_build, "build_library", fail)
+    for arguments, words in ((["build"], "nvcc was not found"), (["build", "-o", str(tmp_path / "missing")], "which is no folder")):
+        monkeypatch.setattr("sys.argv", ["kvskim", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert stop.value.code == 2
+        assert words in capsys.readouterr().err

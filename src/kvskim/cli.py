@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvskim import __version__, cli_bench, cli_eval, cli_vllm
+from kvskim import __version__, cli_bench, cli_build, cli_eval, cli_vllm
 from kvskim.cli_config import config as config_command
 from kvskim.cli_files import writable
 from kvskim.config import ConfigError, is_disabled, load_config
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command("config")(config_command)
 app.command("serve", context_settings=cli_vllm.PASS_THROUGH)(cli_vllm.serve)
 app.command("doctor")(cli_vllm.doctor)
+app.command("build")(cli_build.build)
 app.command("check")(cli_vllm.check)
 app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_eval.app, name="eval")
