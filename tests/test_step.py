@@ -118,3 +118,13 @@ def test_workspace_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="up to 9 pages"):
         workspace.buffers(1, 9)
     assert workspace.nbytes > 0
+
+
+def test_scorer_says_where_cuda_has_none() -> None:
+    from kvskim.ops.score import scorer
+    from kvskim.selectors import get_selector
+
+    assert scorer(get_selector("sketch"), "cuda", 128) == "cuda"
+    assert scorer(get_selector("sketch", record_bytes=128), "cuda", 128) == "triton"
+    assert scorer(get_selector("rki4"), "cuda", 128) == "triton"
+    assert scorer(get_selector("rki4"), "torch", 128) == "torch"

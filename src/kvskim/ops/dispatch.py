@@ -62,6 +62,6 @@ def choose(asked: str, device: torch.device | str) -> Choice:
     return _choose(asked, device.type, device.index)
 
 
-def resolve(kernels: str, device: torch.device | str, *, selector: str = "sketch") -> str:
-    """`choose`, only the name. ``selector``: kept for callers that log it; the page selectors score with Triton under either GPU choice."""
+def resolve(kernels: str, device: torch.device | str) -> str:
+    """`choose`, only the name."""
     return choose(kernels, device).kernels

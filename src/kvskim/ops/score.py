@@ -19,6 +19,8 @@ from kvskim.ops.torch_score import score_torch
 from kvskim.selectors.base import PageTables
 from kvskim.selectors.sketch import SketchTables
 
+CUDA_RECORD_BYTES = 256
+
 TILE_PAGES = 16
 """Pages of a tile; chunk c of ``chunks`` handles the tiles c, c + chunks, ..."""
 
@@ -33,6 +35,12 @@ class ScoreScratch(Protocol):
 def sketch_scratch_bytes(requests: int, heads: int, group: int, record_bytes: int = 256) -> int:
     """Bytes of ``scratch.sketch_weights``: int8 weights of the ``4 record_bytes`` digits and the scales of the modes, for ``requests`` rows."""
     return requests * heads * padded_group(group) * (4 * record_bytes + 128)
+
+
+def scorer(selector: Any, kernels: str, head_dim: int) -> str:
+    """Which kernels really score: "cuda" has a scorer for 256-byte sketch records alone, everything else is scored by Triton under it."""
+    served = selector.name == "sketch" and selector.record_bytes(head_dim) == CUDA_RECORD_BYTES
+    return "triton" if kernels == "cuda" and not served else kernels
 
 
 def chunk_count(requests: int, heads: int, group: int, page_capacity: int, multiprocessors: int, kernels: str) -> int:
@@ -81,7 +89,7 @@ def score(
     outputs: dict[str, Any] = dict(scores=scores, base=base, forced=forced, partials=partials)
     if kernels == "torch":
         score_torch(selector, tables, query, key_cache, records, block_table, seq_lens, **common, **outputs)
-    elif isinstance(tables, SketchTables) and kernels == "cuda" and tables.record_bytes == 256:
+    elif isinstance(tables, SketchTables) and kernels == "cuda" and tables.record_bytes == CUDA_RECORD_BYTES:
         if scratch is None:
             raise ValueError("the CUDA kernels of score need scratch buffers; pass scratch")
         from kvskim.ops.cuda import score_sketch as cuda

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvskim import __version__
 from kvskim.layout import PAGE_TOKENS, PageLayout
+from kvskim.ops.score import scorer
 from kvskim.rules import RuleParameters
 
 if TYPE_CHECKING:
@@ -51,6 +52,13 @@ def layer_ranges(indices: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
+def _other_scorer(state: SkimState) -> str:
+    """Says that pages are scored by other kernels than the rest, where that is so."""
+    kernels = state.kernels.kernels
+    names = {scorer(state.selector, kernels, layer.head_size) for layer in state.layers.values()}
+    return "" if names <= {kernels} else f"; pages are scored by {' and '.join(sorted(names))}"
+
+
 def start_block(state: SkimState) -> list[str]:
     """The lines that are logged when an engine starts: what is sparse, how, and what it costs."""
     config = state.config
@@ -70,7 +78,7 @@ def start_block(state: SkimState) -> list[str]:
             f"  selector     {config.selector}, {record_bytes} bytes per page and kv head ({share:.1%} of K and V), "
             f"{layout.record_bytes_per_block(record_bytes)} bytes per block and layer",
             f"  rule         {rule_text(state.rule)}; always: {config.sink_pages} first and {config.window_pages} last pages",
-            f"  kernels      {state.kernels.kernels}: {state.kernels.reason}",
+            f"  kernels      {state.kernels.kernels}: {state.kernels.reason}{_other_scorer(state)}",
             f"  calibration  {state.calibration_source or 'not needed'}",
         ]
         parts = "" if state.rows >= state.max_rows else f"; larger decode batches run in parts of {state.rows}"
