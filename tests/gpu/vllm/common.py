@@ -20,7 +20,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def engine(model: str, mode: str = "full", **more: Any) -> dict[str, Any]:
     """Arguments of vllm.LLM."""
-    return dict(model=model, max_model_len=8192, gpu_memory_utilization=0.5, max_num_seqs=32, disable_log_stats=True, seed=0, **MODES[mode], **more)
+    return dict(model=model, max_model_len=8192, gpu_memory_utilization=0.15, kv_cache_memory_bytes=8 << 30, max_num_seqs=32, disable_log_stats=True, seed=0, **MODES[mode], **more)
 
 
 def text_ids(model: str) -> list[int]:
