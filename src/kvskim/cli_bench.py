@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvskim import cli_bench_e2e
 from kvskim.cli_files import writable
 from kvskim.errors import KvskimError
 
 app = typer.Typer(help="Measure on this machine's GPU.", no_args_is_help=True)
+app.command("e2e")(cli_bench_e2e.e2e)
+app.command("plot")(cli_bench_e2e.plot)
 
 
 def _number(value: float | None, digits: int = 1) -> str:
@@ -32,14 +36,20 @@ def kernels(
 
     Exits with 1 when a measurement failed.
     """
+    for option, target in (("--json", json_path), ("--markdown", markdown_path)):
+        if target is not None:
+            writable(target, option)
+    if not run_kernels(implementation, json_path, markdown_path, quick=quick, twin=twin):
+        raise typer.Exit(1)
+
+
+def run_kernels(implementation: str, json_path: Path | None, markdown_path: Path | None, *, quick: bool, twin: bool = True) -> bool:
+    """Measure, print and write; whether every measurement succeeded."""
     import torch
 
     console = Console(stderr=True)
     if implementation not in ("auto", "cuda", "triton"):
         raise KvskimError(f"--kernels is {implementation!r}; it must be auto, cuda or triton")
-    for option, target in (("--json", json_path), ("--markdown", markdown_path)):
-        if target is not None:
-            writable(target, option)
     if not torch.cuda.is_available():
         raise KvskimError("kvskim bench kernels needs a CUDA GPU; torch sees none")
     from kvskim.bench.kernels import KernelBench, markdown_table
@@ -71,4 +81,35 @@ def kernels(
     failed = [r for r in rows if r.error]
     if failed:
         console.print(f"[red]{len(failed)} of {len(rows)} measurements failed.[/red]")
+    return not failed
+
+
+@app.command("all")
+def everything(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for e2e.json, e2e.md, kernels.json, kernels.md, and e2e.png with matplotlib.")],
+    model: cli_bench_e2e.ModelArgument = cli_bench_e2e.DEFAULT_MODEL,
+    cases: cli_bench_e2e.CasesOption = None,
+    selector: cli_bench_e2e.SelectorOption = None,
+    budget_pages: cli_bench_e2e.BudgetOption = None,
+    config: cli_bench_e2e.ConfigOption = None,
+    quick: cli_bench_e2e.QuickOption = False,
+) -> None:
+    """`e2e`, then `kernels`, with their results in one folder. Exits with 1 when a measurement of either failed."""
+    if not output.is_dir():
+        raise KvskimError(f"--output is {str(output)!r}, which is no folder: create it first")
+    picture = output / "e2e.png" if importlib.util.find_spec("matplotlib") is not None else None
+    passed = []
+    # The engines first: they are other processes, and need the memory that measuring kernels takes in this one.
+    for measure in (
+        lambda: cli_bench_e2e.e2e(
+            model, cases, selector=selector, budget_pages=budget_pages, config=config, quick=quick, json_path=output / "e2e.json",
+            markdown_path=output / "e2e.md", plot_path=picture,
+        ),
+        lambda: kernels(json_path=output / "kernels.json", markdown_path=output / "kernels.md", quick=quick),
+    ):
+        try:
+            measure()
+        except typer.Exit as result:
+            passed.append(result.exit_code == 0)
+    if not all(passed):
         raise typer.Exit(1)

@@ -20,7 +20,9 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def engine(model: str, mode: str = "full", **more: Any) -> dict[str, Any]:
     """Arguments of vllm.LLM."""
-    return dict(model=model, max_model_len=8192, gpu_memory_utilization=0.15, kv_cache_memory_bytes=8 << 30, max_num_seqs=32, disable_log_stats=True, seed=0, **MODES[mode], **more)
+    common: dict[str, Any] = dict(max_model_len=8192, max_num_seqs=32, disable_log_stats=True, seed=0)
+    # A cache of fixed size: several of these scripts may run on one GPU at once.
+    return dict(model=model, gpu_memory_utilization=0.15, kv_cache_memory_bytes=8 << 30, **common, **MODES[mode], **more)
 
 
 def text_ids(model: str) -> list[int]:

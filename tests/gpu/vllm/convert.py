@@ -12,9 +12,15 @@ from kvskim.demo.model import load_model
 
 def main(folder: str, source: str | None = None) -> None:
     model, tokenizer = load_model(source, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
+    # The weights were dequantised while they were read; a model that still calls itself quantised can't be saved.
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = type(model)(config).to(torch.bfloat16)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    print(f"wrote {folder}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} million parameters")
+    print(f"wrote {folder}: {sum(p.numel() for p in plain.parameters()) / 1e6:.0f} million parameters")
 
 
 if __name__ == "__main__":

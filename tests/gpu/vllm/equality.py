@@ -1,8 +1,9 @@
 """All pages selected gives the greedy tokens of FLASH_ATTN: 32 prompts of 200 to 7,000 tokens, eager, PIECEWISE and FULL, batch 1 and 16.
 
 Prefix caching is on: every second prompt begins like the others, and the second batch size finds all prompts in the cache. Two kernels
-round differently, so a token may differ where the two likeliest are nearly equal: a difference counts as an error when the lead of
-FLASH_ATTN's token is larger than --tie (natural logarithm).
+round differently, so a token may differ where the two likeliest are nearly equal, and after that the texts differ. How often that happens is
+seen from FLASH_ATTN itself, run again in another order of batch sizes. A difference counts as an error when the lead of FLASH_ATTN's token is
+larger than --tie (natural logarithm), or when fewer tokens agree than with FLASH_ATTN's second run by more than --slack.
 
     python tests/gpu/vllm/equality.py --model /tmp/smollm2
 """
@@ -13,23 +14,28 @@ from common import MODES, engine, parser, table, text_ids
 
 from kvskim.engines.vllm.check import ALL_PAGES, compare, run_engine
 
+TIES = {"bfloat16": 0.26, "float16": 0.04}
+
 
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--modes", default=",".join(MODES))
     arguments.add_argument("--prompts", type=int, default=32)
     arguments.add_argument("--tokens", type=int, default=48)
-    arguments.add_argument("--tie", type=float, default=0.06)
+    arguments.add_argument("--dtype", choices=list(TIES), default="bfloat16")
+    arguments.add_argument("--tie", type=float, help=f"default: {TIES}, twice the spacing of logits from 16 to 32 and a little")
+    arguments.add_argument("--slack", type=float, default=0.1)
     arguments.add_argument("--block-size", type=int, default=16)
     arguments.add_argument("--settings", default="sketch", help="selector")
     a = arguments.parse_args()
+    tie = TIES[a.dtype] if a.tie is None else a.tie
     ids = text_ids(a.model)
     lengths = [200 + (7000 - 200) * i // max(1, a.prompts - 1) for i in range(a.prompts)]
     prompts = [ids[:n] if i % 2 else ids[3000 + 500 * i : 3000 + 500 * i + n] for i, n in enumerate(lengths)]
     warm = ids[40_000:46_000]
     rows, failed = [], False
     for mode in a.modes.split(","):
-        llm = engine(a.model, mode, block_size=a.block_size, enable_prefix_caching=True)
+        llm = engine(a.model, mode, block_size=a.block_size, enable_prefix_caching=True, dtype=a.dtype)
         common = dict(max_tokens=a.tokens, batches=(1, 16))
         dense = run_engine(llm, prompts, settings=None, **common)
         again = run_engine(llm, prompts, settings=None, max_tokens=a.tokens, batches=(16, 1))
@@ -38,9 +44,12 @@ def main() -> int:
         )
         # The same prompts in the other order of batch sizes: how far FLASH_ATTN agrees with itself.
         swapped = dict(again, outputs=again["outputs"][a.prompts :] + again["outputs"][: a.prompts])
+        floor = compare(dense, swapped).tokens - a.slack
         for name, result in (("FLASH_ATTN again", swapped), (f"all pages, {sparse['kernels']}", sparse)):
             agreement = compare(dense, result)
-            bad = result is sparse and (agreement.gap > a.tie or not sparse["ready"] or sparse["activity"]["attended"] != sparse["activity"]["total"])
+            bad = result is sparse and (
+                agreement.gap > tie or agreement.tokens < floor or not sparse["ready"] or sparse["activity"]["attended"] != sparse["activity"]["total"]
+            )
             failed |= bad
             rows.append([
                 mode, name, f"{agreement.equal}/{agreement.prompts}", f"{agreement.tokens:.2%}", f"{agreement.gap:.3f}", f"{agreement.logprob:.3f}",

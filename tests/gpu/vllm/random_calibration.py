@@ -1,8 +1,5 @@
 """A calibration file for a model without weights: one basis, fitted on random keys, for all layers. For timing only.
 
-The time of a decode step does not depend on what is in the tables. The decode-time script fills the cache without a prefill, so the engine could
-not calibrate by itself.
-
     python tests/gpu/vllm/random_calibration.py FOLDER_WITH_CONFIG_JSON OUT.safetensors
     python tests/gpu/vllm/random_calibration.py --tpot tpot.py --geom llama8b OUT.safetensors
 """
@@ -13,10 +10,7 @@ import json
 import tempfile
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig
-
-from kvskim.calibration import Calibration, fit_layer, model_fingerprint
+from kvskim.bench.random_calibration import write_random_calibration
 
 
 def main() -> None:
@@ -37,15 +31,9 @@ def main() -> None:
         folder = Path(tempfile.gettempdir(), f"geometry-{a.geom}")
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(tpot.GEOMETRIES[a.geom]))
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config()
-    heads, dim = config.num_key_value_heads, config.head_dim
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(heads, 1024, dim, generator=generator) * torch.linspace(0.2, 2.0, dim)
-    queries = torch.randn(config.num_attention_heads, 64, dim, generator=generator)
-    fitted = fit_layer(keys, queries * dim**-0.5, record_bytes=a.record_bytes)
-    calibration = Calibration(folder.name, model_fingerprint(config.to_dict()), dict.fromkeys(range(config.num_hidden_layers), fitted))
-    calibration.save(a.out)
-    print(f"wrote {a.out}: {config.num_hidden_layers} layers, {heads} kv heads, head dim {dim}")
+    calibration = write_random_calibration(folder, Path(a.out), record_bytes=a.record_bytes)
+    heads, dim = calibration.layer(0).mean.shape
+    print(f"wrote {a.out}: {len(calibration.layers)} layers, {heads} kv heads, head dim {dim}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,138 @@
+"""`kvskim bench e2e`: what its options ask for, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvskim.bench import e2e_plan as plan
+from kvskim.bench.e2e_plan import Job
+from kvskim.bench.geometries import GEOMETRIES, LONGEST, write_geometry
+from kvskim.bench.page_slots import page_ends
+from kvskim.errors import KvskimError
+
+
+def shapes(jobs: list[Job]) -> list[tuple[int, int]]:
+    return [(job.batch, job.context) for job in jobs]
+
+
+def test_cases_are_read() -> None:
+    assert shapes(plan.decode_jobs("1x16384, 4X128k,1x1M,4x131072", None, None)) == [(1, 16384), (4, 131072), (1, 1 << 20)]
+    assert shapes(plan.decode_jobs(None, "1,4", "16K,32768")) == [(1, 16384), (4, 16384), (1, 32768), (4, 32768)]
+    assert shapes(plan.decode_jobs(None, None, "16K")) == [(1, 16384)]
+    assert plan.decode_jobs(None, None, None) == []
+    assert [job.context for job in plan.ttft_jobs("32768,128K,32K")] == [32768, 131072]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("1y16384", None, None), "--cases has '1y16384'"), (("1x", None, None), "--cases has ''"), (("0x16K", None, None), "--cases has '0'"),
+    (("1x16K", "1", None), "--cases excludes"), ((None, "1", None), "--batch needs --ctx"), ((None, "1,b", "16K"), "--batch has 'b'"),
+    ((None, "1", "1.5K"), "--ctx has '1.5k'"), (("1x512", None, None), "at least 1024"), (("600x1024", None, None), "with a batch of 600"),
+])
+def test_bad_cases_are_refused_in_one_sentence(arguments: tuple[str | None, str | None, str | None], words: str) -> None:
+    with pytest.raises(KvskimError) as caught:
+        plan.decode_jobs(*arguments)
+    assert words.lower() in str(caught.value).lower()
+    assert "\n" not in str(caught.value)
+
+
+def test_requests_of_a_batch_have_time_to_run_together() -> None:
+    for batch in (1, 8, 32, 256):
+        first, second = Job("decode", batch, 1 << 20).output_lengths
+        # At worst one request starts in each step.
+        assert first > batch
+        assert second - first == plan.EXTRA_STEPS
+
+
+def load(**options: object) -> Job:
+    return plan.load_job("32x32768", **{"requests": None, "prefill": "2048", "output": "64,448", "rate": None, **options})  # type: ignore[arg-type]
+
+
+def test_load_is_read() -> None:
+    job = load()
+    assert (job.batch, job.context, job.requests, job.prefill, job.shortest, job.longest, job.rate) == (32, 32768, 96, 2048, 64, 448, 0.0)
+    assert job.tokens == 32768 + 448
+    assert load(prefill="real").prefill == -1
+    assert load(prefill="fill").prefill == 1
+    assert load(requests=7, rate=2.5) == Job("load", 32, 32768, 7, 2048, 64, 448, 2.5)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"prefill": "64K"}, "--load-prefill is 64K"), ({"prefill": "some"}, "--load-prefill has 'some'"), ({"output": "9,4"}, "--load-output is '9,4'"),
+    ({"output": "9"}, "--load-output is '9'"), ({"rate": 0.0}, "--load-rate is 0.0"), ({"requests": 0}, "--load-requests is 0"),
+])
+def test_bad_load_is_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(KvskimError, match=words):
+        load(**options)
+
+
+def test_one_engine_serves_all_jobs() -> None:
+    jobs = [Job("decode", 4, 131072), Job("ttft", 1, 262144), load()]
+    filled = plan.engine_arguments(jobs, real=False, memory=0.8, blocks=None)
+    assert filled["max_model_len"] == 262144 + 16
+    assert filled["max_num_seqs"] == 32
+    assert filled["gpu_memory_utilization"] == 0.8
+    assert filled["load_format"] == "dummy"
+    assert filled["enable_prefix_caching"] is False
+    assert "num_gpu_blocks_override" not in filled
+    real = plan.engine_arguments(jobs[:1], real=True, memory=0.8, blocks=77)
+    assert real["max_model_len"] == 131072
+    assert real["num_gpu_blocks_override"] == 77
+    assert real["enable_prefix_caching"] is True
+    assert not {"load_format", "kv_transfer_config"} & set(real)
+
+
+def test_models_are_found(tmp_path: Path) -> None:
+    for name in GEOMETRIES:
+        assert plan.find_model(name, real=False) == plan.Model(name, None, LONGEST)
+    folder = write_geometry("qwen3-8b", tmp_path)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"text_config": {**settings, "max_position_embeddings": 40960}}))
+    found = plan.find_model(str(folder), real=True)
+    assert (found.name, found.folder, found.positions) == ("qwen3-8b", folder.resolve(), 40960)
+    plan.check_positions(found, [Job("decode", 1, 40960)])
+    with pytest.raises(KvskimError, match="1 x 64K needs 65536 positions, and qwen3-8b has 40960"):
+        plan.check_positions(found, [Job("decode", 1, 16384), Job("decode", 1, 65536)])
+    with pytest.raises(KvskimError, match="nothing to measure"):
+        plan.check_positions(found, [])
+
+
+@pytest.mark.parametrize(("name", "real", "words"), [
+    ("llama4", False, "neither a geometry .* nor a folder"), ("llama3.1-8b", True, "geometry without weights"),
+])
+def test_unknown_models_are_refused(name: str, real: bool, words: str) -> None:
+    with pytest.raises(KvskimError, match=words):
+        plan.find_model(name, real=real)
+
+
+def test_a_folder_that_holds_no_readable_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(KvskimError, match=r"config\.json can't be read"):
+        plan.find_model(str(tmp_path), real=False)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_transformers_knows_the_geometries(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(write_geometry(name, tmp_path)), local_files_only=True)
+    heads, layers, groups = {"glm4-9b-1m": (4, 40, 8), "llama3.1-8b": (8, 32, 4), "qwen3-8b": (8, 36, 4)}[name]
+    assert (config.num_key_value_heads, config.num_hidden_layers, config.head_dim) == (heads, layers, 128)
+    assert config.num_attention_heads == heads * groups
+    assert config.model_type == {"glm4-9b-1m": "glm", "llama3.1-8b": "llama", "qwen3-8b": "qwen3"}[name]
+
+
+def test_every_default_case_is_valid() -> None:
+    for cases in (plan.QUICK_CASES, *plan.DEFAULT_CASES.values()):
+        assert plan.decode_jobs(cases, None, None)
+    assert set(plan.DEFAULT_CASES) == set(GEOMETRIES)
+
+
+@pytest.mark.parametrize(("blocks", "size", "tokens", "expected"), [
+    ([3, 1, 5], 16, 47, [63, 31]), ([3, 1, 5], 16, 48, [63, 31, 95]), ([3, 1], 32, 64, [111, 127, 47, 63]), ([3], 16, 15, []),
+    ([2, 0], 64, 96, [143, 159, 175, 191, 15, 31]),
+])
+def test_page_ends(blocks: list[int], size: int, tokens: int, expected: list[int]) -> None:
+    assert page_ends(blocks, size, tokens) == expected
