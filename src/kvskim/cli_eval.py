@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import json
+import platform
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from kvskim.cli_files import writable
 from kvskim.errors import KvskimError
+
+if TYPE_CHECKING:
+    from kvskim.eval.model import EvalModel
 
 app = typer.Typer(help="Measure quality.", no_args_is_help=True)
 
@@ -22,9 +28,21 @@ LEAST_NEEDLE_TOKENS = 1024
 """Fewer have no room for twelve planted facts."""
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps `selectors` a sub-command while it is the only one."""
+ModelArgument = Annotated[str, typer.Argument(help="Hugging Face model directory or .gguf file; 'demo' is the model of `kvskim demo`.")]
+SelectorsOption = Annotated[str, typer.Option(help="Comma list of full, selectors and baselines, with options as in rki4:rank=4 (docs/evaluation.md).")]
+RulesOption = Annotated[str, typer.Option("--rule", help="Comma list of budget, threshold and coverage.")]
+BudgetsOption = Annotated[str, typer.Option(help="Comma list of budgets in tokens (128) or pages (8p), sink and window counted.")]
+TauOption = Annotated[float, typer.Option(help="Threshold of the threshold rule.")]
+CoverageOption = Annotated[float, typer.Option(help="Target of the coverage rule.")]
+CalibrationOption = Annotated[str, typer.Option(help="text: fit once on built-in text; prompt: on every prompt; or a file of `kvskim calibrate`.")]
+ChatOption = Annotated[str, typer.Option(help="Chat template: auto, on or off.")]
+SparseFromOption = Annotated[str, typer.Option(help="First sparse decode steps: the answer, or already the question.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")]
+MarkdownOption = Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")]
+PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write a PNG: the result over bytes read per step.")]
+DEFAULT_METHODS = "full,oracle,sketch,rki4,minmax"
 
 
 @app.command()
@@ -42,14 +60,11 @@ def selectors(
     markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")] = None,
 ) -> None:
     """KL divergence, recall gap and planted facts answered, for every selector and rule, on a real model."""
-    from kvskim.demo.model import demo_model_file, reading_model, require_packages, usable_device
-    from kvskim.eval.model import load
+    from kvskim.demo.model import require_packages
     from kvskim.eval.selector_table import known_candidates
     from kvskim.eval.selectors_report import markdown, run_table, write
 
-    console = Console(stderr=True)
     require_packages("transformers")
-    usable_device(device)
     pages = _page_budgets(budgets)
     if not 0 < tau <= 1:
         raise KvskimError(f"--tau is {tau}; it must be greater than 0 and at most 1")
@@ -63,20 +78,11 @@ def selectors(
     unknown = [name for name in names if name not in known]
     if unknown:
         raise KvskimError(f"--only names {', '.join(map(repr, unknown))}; the rows are {', '.join(known)}")
-    for option, target in (("--json", json_path), ("--markdown", markdown_path)):
-        if target is not None:
-            writable(target, option)
-    path = demo_model_file() if model == "demo" else Path(model)
-    if not path.exists():
-        raise KvskimError(f"there is no model at {model}: give a Hugging Face model directory, a .gguf file, or 'demo'")
-    with reading_model(model):
-        loaded = load(str(path.parent), device, gguf_file=path.name) if path.is_file() else load(str(path), device)
+    _check_outputs(json_path, markdown_path, None)
     result = run_table(
-        loaded, tokens=tokens, decoded=decoded, budgets=pages, tau=tau, needle_tokens=needle_tokens, seeds=seeds,
-        only=names, log=lambda line: console.print(line, highlight=False, soft_wrap=True),
+        _load(model, device), tokens=tokens, decoded=decoded, budgets=pages, tau=tau, needle_tokens=needle_tokens, seeds=seeds, only=names, log=_log(),
     )
-    command = "kvskim " + shlex.join(sys.argv[1:])
-    write(result, json_path, markdown_path, command, datetime.date.today().isoformat())
+    write(result, json_path, markdown_path, _command(), datetime.date.today().isoformat())
     print(markdown(result))
 
 
@@ -89,3 +95,236 @@ def _page_budgets(text: str) -> list[int]:
     if not pages or min(pages) < 3:
         raise KvskimError(f"--budgets is {text!r}; it must be a comma list of whole numbers, at least 3 each, such as 8,16,32")
     return pages
+
+
+@app.command()
+def fidelity(
+    model: ModelArgument = "demo",
+    text: Annotated[list[Path] | None, typer.Option("--text", help="A UTF-8 text file; may be given several times. Default: built-in prose and code.")] = None,
+    tokens: Annotated[int, typer.Option(help="Length of a window of text.")] = 4096,
+    decoded: Annotated[int, typer.Option(help="Tokens at its end that are decoded sparsely.")] = 128,
+    seeds: Annotated[int, typer.Option(help="Windows of each text.")] = 2,
+    selectors: SelectorsOption = DEFAULT_METHODS,
+    rule: RulesOption = "budget,threshold",
+    budgets: BudgetsOption = "128,256,512",
+    tau: TauOption = 0.007,
+    coverage: CoverageOption = 0.95,
+    calibration: CalibrationOption = "text",
+    engine: Annotated[str, typer.Option(help="transformers, or vllm: agreement of the tokens that whole engines write, on a GPU.")] = "transformers",
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    json_path: JsonOption = None,
+    markdown_path: MarkdownOption = None,
+    plot_path: PlotOption = None,
+) -> None:
+    """KL, top-1, first divergence, missed mass, output error and oracle gap against full attention, for every method and setting."""
+    from kvskim.demo.model import check_positions, require_packages
+    from kvskim.eval import fidelity as measure
+    from kvskim.eval.methods import Calibrations, parse_budgets, parse_methods, settings_of
+
+    require_packages("transformers", *(["matplotlib"] if plot_path else []))
+    methods, settings = parse_methods(selectors), settings_of(rule, parse_budgets(budgets), tau, coverage)
+    for option, value, least in (("--decoded", decoded, 2), ("--tokens", tokens, decoded + LEAST_PREFIX), ("--seeds", seeds, 1)):
+        if value < least:
+            raise KvskimError(f"{option} is {value}; it must be at least {least}")
+    if engine not in ("transformers", "vllm"):
+        raise KvskimError(f"--engine is {engine!r}; it must be transformers or vllm")
+    _check_outputs(json_path, markdown_path, plot_path)
+    texts = _texts(text)
+    if engine == "vllm":
+        from kvskim.eval import fidelity_vllm
+
+        if plot_path is not None:
+            raise KvskimError("--plot needs --engine transformers: whole engines don't say how many bytes a step reads")
+        result = fidelity_vllm.run(
+            model, texts, tokens=tokens, decoded=decoded, seeds=seeds, methods=methods, settings=settings, calibration=calibration, log=_log()
+        )
+        result["command"], result["date"] = _command(), datetime.date.today().isoformat()
+        return _write(result, fidelity_vllm.markdown(result), "Fidelity in vLLM", json_path, markdown_path)
+    loaded = _load(model, device, dtype)
+    check_positions(loaded.model, tokens, "--tokens")
+    windows = {name: measure.text_windows(loaded.tokenizer, words, tokens, seeds, name) for name, words in texts.items()}
+    result = measure.run_fidelity(loaded, windows, decoded, methods, settings, Calibrations(loaded, calibration), _log())
+    _write({**_machine(loaded), **result}, measure.markdown(result), "Fidelity", json_path, markdown_path)
+    if plot_path is not None:
+        measure.plot(result, plot_path)
+
+
+@app.command()
+def ruler(
+    model: ModelArgument = "demo",
+    tasks: Annotated[str, typer.Option(help="Comma list of tasks; empty: the thirteen of RULER.")] = "",
+    contexts: Annotated[str, typer.Option(help="Comma list of context lengths in tokens, prompt and answer together.")] = "4096",
+    samples: Annotated[int, typer.Option(help="Samples of each task, context and seed.")] = 20,
+    seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 1,
+    selectors: SelectorsOption = DEFAULT_METHODS,
+    rule: RulesOption = "budget,threshold",
+    budgets: BudgetsOption = "128,256,512",
+    tau: TauOption = 0.007,
+    coverage: CoverageOption = 0.95,
+    calibration: CalibrationOption = "text",
+    chat: ChatOption = "auto",
+    sparse_from: SparseFromOption = "answer",
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    json_path: JsonOption = None,
+    markdown_path: MarkdownOption = None,
+    plot_path: PlotOption = None,
+) -> None:
+    """Scores on the synthetic tasks of RULER, method by budget, with confidence intervals."""
+    from kvskim.demo.model import check_positions, require_packages
+    from kvskim.eval.answers import ModelAnswerer
+    from kvskim.eval.methods import Calibrations, parse_budgets, parse_methods, settings_of
+    from kvskim.eval.ruler.run import plot, run_ruler
+    from kvskim.eval.ruler.tasks import LONGEST, RULER_TASKS, SHORTEST, TASKS
+    from kvskim.eval.sample import PromptFormat, check_tasks
+
+    require_packages("transformers", *(["matplotlib"] if plot_path else []))
+    named = _words(tasks)
+    chosen = check_tasks(named, list(TASKS)) if named else list(RULER_TASKS)
+    lengths = _whole_numbers(contexts, "--contexts", SHORTEST, LONGEST)
+    methods, settings = parse_methods(selectors), settings_of(rule, parse_budgets(budgets), tau, coverage)
+    for option, value in (("--samples", samples), ("--seeds", seeds)):
+        if value < 1:
+            raise KvskimError(f"{option} is {value}; it must be at least 1")
+    _check_outputs(json_path, markdown_path, plot_path)
+    loaded = _load(model, device, dtype)
+    check_positions(loaded.model, max(lengths), "--contexts")
+    prompts = PromptFormat(loaded.tokenizer, chat)
+    answerer = ModelAnswerer(loaded, prompts, methods, settings, Calibrations(loaded, calibration), sparse_from)
+    heads = len(loaded.sparse_layers) * loaded.num_kv_heads
+    machine = _machine(loaded)
+    result, page = run_ruler(
+        answerer, prompts, tasks=chosen, contexts=lengths, samples=samples, seeds=range(seeds), heads=heads, log=_log(),
+        save=lambda result: _write_json({**machine, **result}, json_path),
+    )
+    _write({**machine, **result}, page, "RULER", json_path, markdown_path)
+    if plot_path is not None:
+        plot(result, plot_path, "RULER")
+
+
+@app.command()
+def benchmark(
+    name: Annotated[str, typer.Argument(help="longbench, longbench-v2, infinitebench, scbench, math-500 or aime.")],
+    model: ModelArgument = "demo",
+    data: Annotated[Path | None, typer.Option("--data", help="Directory with the files; without it: from the hub, by the package datasets.")] = None,
+    tasks: Annotated[str, typer.Option(help="Comma list of the benchmark's tasks; empty: all that the directory has.")] = "",
+    samples: Annotated[int, typer.Option(help="Samples of each task, from the first one on; 0: all.")] = 0,
+    limit: Annotated[int, typer.Option(help="Most tokens of an answer; 0: as the benchmark says.")] = 0,
+    context: Annotated[int, typer.Option(help="Most tokens of prompt and answer; longer contexts lose their middle. 0: what the model was made for.")] = 0,
+    selectors: SelectorsOption = DEFAULT_METHODS,
+    rule: RulesOption = "budget,threshold",
+    budgets: BudgetsOption = "128,256,512",
+    tau: TauOption = 0.007,
+    coverage: CoverageOption = 0.95,
+    calibration: CalibrationOption = "text",
+    chat: ChatOption = "auto",
+    sparse_from: SparseFromOption = "answer",
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    json_path: JsonOption = None,
+    markdown_path: MarkdownOption = None,
+) -> None:
+    """Scores on a published benchmark, with its own metrics, from files that you have or from the hub."""
+    from kvskim.demo.model import check_positions, require_packages
+    from kvskim.eval.answers import ModelAnswerer
+    from kvskim.eval.benchmarks import read_benchmark, run_benchmark
+    from kvskim.eval.methods import Calibrations, parse_budgets, parse_methods, settings_of
+    from kvskim.eval.sample import PromptFormat
+
+    require_packages("transformers")
+    methods, settings = parse_methods(selectors), settings_of(rule, parse_budgets(budgets), tau, coverage)
+    for option, value in (("--samples", samples), ("--limit", limit), ("--context", context)):
+        if value < 0:
+            raise KvskimError(f"{option} is {value}; it must be 0 or more")
+    _check_outputs(json_path, markdown_path, None)
+    found = read_benchmark(name, data, tasks=_words(tasks), samples=samples, limit=limit)
+    loaded = _load(model, device, dtype)
+    if context:
+        check_positions(loaded.model, context, "--context")
+    longest = context or getattr(loaded.config, "max_position_embeddings", None)
+    answerer = ModelAnswerer(loaded, PromptFormat(loaded.tokenizer, chat, longest), methods, settings, Calibrations(loaded, calibration), sparse_from)
+    result, page = run_benchmark(found, answerer, heads=len(loaded.sparse_layers) * loaded.num_kv_heads, log=_log())
+    _write({**_machine(loaded), "benchmark": name, **result}, page, name, json_path, markdown_path)
+
+
+def _log() -> Callable[[str], None]:
+    console = Console(stderr=True)
+    return lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _command() -> str:
+    return "kvskim " + shlex.join(sys.argv[1:])
+
+
+def _check_outputs(json_path: Path | None, markdown_path: Path | None, plot_path: Path | None) -> None:
+    for option, target in (("--json", json_path), ("--markdown", markdown_path), ("--plot", plot_path)):
+        if target is not None:
+            writable(target, option)
+
+
+def _load(model: str, device: str, dtype: str = "float32") -> EvalModel:
+    """The model of a command; raises KvskimError where there is none, or no such device."""
+    import torch
+
+    from kvskim.demo.model import demo_model_file, quiet_transformers, reading_model, usable_device
+    from kvskim.eval.model import load
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in dtypes:
+        raise KvskimError(f"--dtype is {dtype!r}; it must be float32, bfloat16 or float16")
+    usable_device(device)
+    path = demo_model_file() if model == "demo" else Path(model)
+    if not path.exists():
+        raise KvskimError(f"there is no model at {model}: give a Hugging Face model directory, a .gguf file, or 'demo'")
+    with reading_model(model), quiet_transformers():
+        if path.is_file():
+            return load(str(path.parent), device, dtypes[dtype], gguf_file=path.name)
+        return load(str(path), device, dtypes[dtype])
+
+
+def _texts(files: list[Path] | None) -> dict[str, str]:
+    """Texts by name: the user's, or built-in prose and code."""
+    from kvskim.cli import _read_text
+    from kvskim.eval.texts import code, prose
+
+    if not files:
+        return {"prose": prose()[2000:], "code": code()[2000:]}
+    return {str(path): _read_text(path) or "" for path in files}
+
+
+def _machine(loaded: EvalModel) -> dict[str, Any]:
+    import torch
+
+    device = torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else f"CPU ({platform.machine()})"
+    dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
+    return dict(
+        command=_command(), date=datetime.date.today().isoformat(), device=device, torch=torch.__version__, dtype=dtype, layers=loaded.num_layers,
+        kv_heads=loaded.num_kv_heads, head_dim=loaded.head_dim,
+    )
+
+
+def _write_json(result: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _write(result: dict[str, Any], page: str, title: str, json_path: Path | None, markdown_path: Path | None) -> None:
+    _write_json(result, json_path)
+    if markdown_path is not None:
+        head = f"# {title}\n\nMade by `{result['command']}` on {result['date']}: {result['device']}"
+        shape = f", torch {result['torch']}, {result['dtype']}, {result['layers']} layers, {result['kv_heads']} kv heads, head dim {result['head_dim']}"
+        markdown_path.write_text(f"{head}{shape if 'layers' in result else ''}.\n\n{page}", encoding="utf-8")
+    print(page)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _whole_numbers(text: str, option: str, least: int, most: int) -> list[int]:
+    words = _words(text)
+    numbers = [int(word) for word in words if word.isascii() and word.isdigit()]
+    if not numbers or len(numbers) < len(words) or min(numbers) < least or max(numbers) > most:
+        raise KvskimError(f"{option} is {text!r}; it must be a comma list of whole numbers from {least} to {most}")
+    return list(dict.fromkeys(numbers))

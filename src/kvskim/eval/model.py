@@ -7,27 +7,20 @@ choosing its own pages, so that an evaluation costs seconds instead of minutes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvskim.eval.policy import Policy, token_mask
 from kvskim.layout import PAGE_TOKENS
 
 ATTENTION_NAME = "kvskim-eval"
 
 
-class PageChooser(Protocol):
-    """Chooses pages for a block of queries that all lie in one page."""
-
-    def choose(self, layer: int, queries: Tensor, keys: Tensor, position: int, causal: Tensor) -> Tensor:
-        """``queries [N, H, G, D]`` scaled, ``keys [H, L, D]``, first query at ``position``, ``causal`` bool ``[N, L]``.
-
-        Returns:
-            bool ``[N, H, pages]``, ``pages = ceil(L / 16)``.
-        """
-        ...
+OBSERVED_QUERIES = 64
+"""Last queries of a prompt that are kept for policies which choose by them."""
 
 
 class EvalModel:
@@ -52,10 +45,14 @@ class EvalModel:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.position = 0
-        self.chooser: PageChooser | None = None
+        self.chooser: Policy | None = None
+        self.prefilling = False
         self.query_positions: Tensor | None = None
         self.captured: dict[int, list[Tensor]] = {}
+        self.observed: dict[int, Tensor] = {}
+        """Last queries of the prompt by sparse layer, ``[Hq, n, D]``, multiplied by the softmax scale; ``n`` is at most `OBSERVED_QUERIES`."""
         self.scaling = 0.0
+        self.softcap = 0.0
         for module in model.modules():
             if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
                 module.kvskim_eval = self
@@ -66,7 +63,7 @@ class EvalModel:
         shape = (self.num_kv_heads, tokens, self.head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.num_layers)]
         self.values = [torch.zeros_like(k) for k in self.keys]
-        self.captured = {}
+        self.captured, self.observed = {}, {}
 
     @torch.no_grad()
     def forward(self, ids: Tensor, position: int, logits: int = 0) -> Tensor | None:
@@ -74,28 +71,40 @@ class EvalModel:
         self.position = position
         positions = torch.arange(position, position + len(ids), device=self.device)[None]
         hidden = self.model.model(input_ids=ids[None].to(self.device), position_ids=positions, use_cache=False).last_hidden_state[0]
-        return self.model.lm_head(hidden[-logits:]).float() if logits else None
+        if not logits:
+            return None
+        out: Tensor = self.model.lm_head(hidden[-logits:]).float()
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return out if not cap else cap * torch.tanh(out / cap)
 
     def prefill(self, ids: Tensor, chunk: int = 1024, query_stride: int = 8, progress: Callable[[int], None] | None = None) -> None:
         """Fill the store with full attention and keep every ``query_stride``-th query for calibration."""
-        self.chooser = None
-        self.query_positions = torch.arange(0, len(ids), query_stride, device=self.device)
-        self.captured = {i: [] for i in self.sparse_layers}
-        for start in range(0, len(ids), chunk):
-            self.forward(ids[start : start + chunk], start)
+        self.captured, self.observed = {i: [] for i in self.sparse_layers}, {}
+        self.extend(ids, 0, len(ids), chunk, query_stride, progress)
+
+    def extend(
+        self, ids: Tensor, start: int, stop: int, chunk: int = 1024, query_stride: int = 8, progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Go on with a prefill: the tokens ``ids[start:stop]``, with full attention, after ``start`` tokens in the store."""
+        self.chooser, self.prefilling = None, True
+        self.query_positions = torch.arange(start, stop, query_stride, device=self.device)
+        for first in range(start, stop, chunk):
+            last = min(first + chunk, stop)
+            self.forward(ids[first:last], first)
             if progress:
-                progress(min(start + chunk, len(ids)))
-        self.query_positions = None
+                progress(last)
+        self.query_positions, self.prefilling = None, False
 
     def calibration_queries(self, layer: int) -> Tensor:
         """Captured queries ``[Hq, n, D]``, multiplied by the softmax scale."""
         return torch.cat(self.captured[layer], 1) * self.scaling
 
-    def decode(self, ids: Tensor, start: int, stop: int, chooser: PageChooser | None) -> Tensor:
+    def decode(self, ids: Tensor, start: int, stop: int, chooser: Policy | None) -> Tensor:
         """Teacher-forced logits of the tokens ``ids[start:stop]``, float32 ``[stop - start, vocabulary]``."""
         self.chooser = chooser
         out = []
-        for a, b in page_blocks(start, stop):
+        blocks = single_tokens(start, stop) if chooser is not None and chooser.stateful else page_blocks(start, stop)
+        for a, b in blocks:
             block = self.forward(ids[a:b], a, b - a)
             assert block is not None
             out.append(block)
@@ -111,6 +120,12 @@ def page_blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
+def single_tokens(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """``[start, stop)`` one token at a time."""
+    for position in range(start, stop):
+        yield position, position + 1
+
+
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, scaling: float | None = None,
     softcap: float | None = None, **_: Any,
@@ -122,12 +137,16 @@ def _attention(
     count, start = q.shape[1], host.position
     stop = start + count
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    host.scaling = scale
+    host.scaling, host.softcap = scale, softcap or 0.0
     host.keys[layer][:, start:stop] = k
     host.values[layer][:, start:stop] = v
     if host.query_positions is not None and layer in host.captured:
         wanted = host.query_positions[(host.query_positions >= start) & (host.query_positions < stop)] - start
         host.captured[layer].append(q[:, wanted].clone())
+    if host.prefilling and layer in host.captured:
+        latest = q[:, -OBSERVED_QUERIES:] * scale
+        earlier = host.observed.get(layer, latest[:, :0])
+        host.observed[layer] = torch.cat([earlier, latest], 1)[:, -OBSERVED_QUERIES:]
     window = host.window[layer]
     first = max(0, start - window + 1) if window else 0
     keys, values = host.keys[layer][:, first:stop], host.values[layer][:, first:stop]
@@ -137,20 +156,20 @@ def _attention(
     if window:
         mask &= rows - columns < window
     group = q.shape[0] // keys.shape[0]
-    token_mask = mask[None, None]
+    attended = mask[None, None]
     if host.chooser is not None and not window:
         scaled = (q.unflatten(0, (-1, group)) * scale).permute(2, 0, 1, 3)
         chosen = host.chooser.choose(layer, scaled, keys, start, mask)
-        pages = chosen.repeat_interleave(PAGE_TOKENS, -1)[..., : keys.shape[1]]
-        token_mask = (mask[:, None] & pages).transpose(0, 1)[:, None]  # [H, 1, N, L]
+        attended = (mask[:, None] & token_mask(chosen, stop)).transpose(0, 1)[:, None]  # [H, 1, N, L]
+        keys, values = host.chooser.read_keys(layer, keys), host.chooser.read_values(layer, values)
     grouped = q.unflatten(0, (-1, group))
     if softcap:
         logits = torch.einsum("hgnd,hld->hgnl", grouped, keys) * scale
-        logits = (softcap * torch.tanh(logits / softcap)).masked_fill(~token_mask, -torch.inf)
+        logits = (softcap * torch.tanh(logits / softcap)).masked_fill(~attended, -torch.inf)
         out = torch.einsum("hgnl,hld->hgnd", logits.softmax(-1), values)
     else:
         out = F.scaled_dot_product_attention(
-            grouped, keys[:, None].expand(-1, group, -1, -1), values[:, None].expand(-1, group, -1, -1), attn_mask=token_mask, scale=scale
+            grouped, keys[:, None].expand(-1, group, -1, -1), values[:, None].expand(-1, group, -1, -1), attn_mask=attended, scale=scale
         )
     return out.flatten(0, 1).transpose(0, 1)[None], None
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kvskim.calibration import LayerCalibration, fit_layer
+from kvskim.eval.baselines import BASELINES
 from kvskim.eval.model import EvalModel
-from kvskim.eval.policy import SelectorPolicy, page_log_mass
+from kvskim.eval.policy import Policy, SelectorPolicy, page_log_mass
 from kvskim.eval.texts import Question
 from kvskim.layout import PAGE_TOKENS
 from kvskim.rules import RuleParameters, apply_rule, combine
@@ -28,14 +29,24 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A selector with its options, by the name that the table shows."""
+    """A selector, or a baseline of `kvskim.eval.baselines`, with its options, by the name that the table shows."""
 
     name: str
     selector: str
     options: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def is_baseline(self) -> bool:
+        return self.selector in BASELINES
+
     def make(self) -> Any:
         return get_selector(self.selector, **dict(self.options))
+
+    def page_bytes(self, head_dim: int) -> int | None:
+        """Bytes stored per page and kv head to choose by; the oracle reads the keys, a baseline has no record of a page."""
+        if self.is_baseline:
+            return None
+        return 2 * PAGE_TOKENS * head_dim if self.selector == "oracle" else self.make().bytes_per_page(head_dim)
 
 
 DEFAULT_CANDIDATES: tuple[Candidate, ...] = (
@@ -51,6 +62,14 @@ DEFAULT_CANDIDATES: tuple[Candidate, ...] = (
     Candidate("quad rank 2", "quad"),
     Candidate("minmax", "minmax"),
     Candidate("mean", "mean"),
+)
+BASELINE_CANDIDATES: tuple[Candidate, ...] = (
+    Candidate("ShadowKV", "shadowkv"),
+    Candidate("RocketKV", "rocketkv"),
+    Candidate("SnapKV", "snapkv"),
+    Candidate("R-KV", "rkv"),
+    Candidate("TriAttention", "triattention"),
+    Candidate("LazyEviction", "lazyeviction"),
 )
 
 
@@ -79,6 +98,8 @@ class TableRun:
         model.reserve(len(ids) + room)
         model.prefill(self.ids[:prefix])
         self.fits: dict[int, dict[int, LayerCalibration]] = {}
+        self.made: dict[str, Policy] = {}
+        """The first policy of each candidate: it has what all of its budgets share."""
 
     def tables(self, selector: Any) -> dict[int, Any]:
         size = selector.layout.record_bytes if selector.name == "sketch" else 256
@@ -87,12 +108,27 @@ class TableRun:
         shape = (self.model.num_kv_heads, self.model.head_dim)
         return {layer: selector.tables(*shape, fit).to(self.model.device) for layer, fit in self.fits[size].items()}
 
-    def policy(self, candidate: Candidate, parameters: RuleParameters, records: dict[int, Tensor] | None = None) -> SelectorPolicy:
-        selector = candidate.make()
-        policy = SelectorPolicy(selector, self.tables(selector), parameters)
-        if records:
-            policy.prefix = records
+    def policy(self, candidate: Candidate, parameters: RuleParameters) -> Policy:
+        """The policy of a candidate under a rule; a baseline takes only budgets."""
+        first = self.made.get(candidate.name)
+        policy: Policy
+        if candidate.is_baseline:
+            assert parameters.budget_pages is not None
+            policy = BASELINES[candidate.selector](parameters.budget_pages * PAGE_TOKENS, measure=True, **dict(candidate.options))
+            if first is not None:
+                policy.share(first)
+        else:
+            selector = candidate.make()
+            policy = SelectorPolicy(selector, self.tables(selector), parameters)
+            if isinstance(first, SelectorPolicy):
+                policy.prefix = first.prefix
+        policy.prepare(self.model, self.prefix)
+        self.made.setdefault(candidate.name, policy)
         return policy
+
+    def rules(self, candidate: Candidate, budgets: Iterable[int], tau: float | None) -> list[tuple[str, RuleParameters]]:
+        """The rules that ``candidate`` can follow."""
+        return rules(budgets, None if candidate.is_baseline else tau)
 
 
 def agreement(full: Tensor, sparse: Tensor) -> dict[str, float]:
@@ -108,11 +144,9 @@ def fidelity(run: TableRun, candidates: Iterable[Candidate], budgets: Iterable[i
     full = model.decode(ids, start, stop, None)
     rows = []
     for candidate in candidates:
-        records: dict[int, Tensor] = {}
-        for label, parameters in rules(budgets, tau):
-            policy = run.policy(candidate, parameters, records)
+        for label, parameters in run.rules(candidate, budgets, tau):
+            policy = run.policy(candidate, parameters)
             sparse = model.decode(ids, start, stop, policy)
-            records = policy.prefix
             stats = policy.statistics
             row = dict(candidate=candidate.name, rule=label, pages=stats.mean_pages, covered=stats.mean_covered, **agreement(full, sparse))
             rows.append(row)
@@ -120,10 +154,11 @@ def fidelity(run: TableRun, candidates: Iterable[Candidate], budgets: Iterable[i
     return rows
 
 
-class _Recorder:
-    """A `PageChooser` that attends everything and keeps what a later choice needs."""
+class _Recorder(Policy):
+    """A policy that attends everything and keeps what a later choice needs."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.blocks: dict[int, list[tuple[Tensor, int, Tensor]]] = {}
 
     def choose(self, layer: int, queries: Tensor, keys: Tensor, position: int, causal: Tensor) -> Tensor:
@@ -132,12 +167,14 @@ class _Recorder:
 
 
 def recall_gap(run: TableRun, candidates: Iterable[Candidate]) -> dict[str, float]:
-    """Mean over `RECALL_BUDGETS`, layers, heads and queries of (oracle recall - recall) of attention mass, in percentage points."""
+    """Mean over `RECALL_BUDGETS`, layers, heads and queries of (oracle recall - recall) of attention mass, in percentage points; of selectors only."""
     model, ids = run.model, run.ids
     recorder = _Recorder()
     model.decode(ids, run.prefix, len(ids), recorder)
     recall: dict[str, Tensor] = {}
     for candidate in candidates:
+        if candidate.is_baseline:
+            continue
         selector = candidate.make()
         tables = run.tables(selector)
         policy = SelectorPolicy(selector, tables, RuleParameters(rule="budget", budget_pages=8), measure=False)
@@ -167,7 +204,10 @@ def recall_gap(run: TableRun, candidates: Iterable[Candidate]) -> dict[str, floa
 def retrieval(
     run: TableRun, questions: list[Question], candidates: Iterable[Candidate], budgets: Iterable[int], tau: float | None
 ) -> list[dict[str, Any]]:
-    """Questions about planted facts, question and answer decoded sparsely; right: every token of the answer is the most likely one."""
+    """Questions about planted facts, question and answer decoded sparsely; right: every token of the answer is the most likely one.
+
+    The question is not part of the prompt: what evicts at the end of the prompt has to do so without knowing it.
+    """
     model = run.model
     encode = model.tokenizer
     asked = []
@@ -176,7 +216,7 @@ def retrieval(
         answer = encode(q.answer, add_special_tokens=False).input_ids
         asked.append((torch.cat([run.ids[: run.prefix], torch.tensor(prompt + answer)]), len(answer)))
 
-    def ask(policy: SelectorPolicy | None) -> int:
+    def ask(policy: Policy | None) -> int:
         right = 0
         for sequence, length in asked:
             if policy is not None:
@@ -188,18 +228,16 @@ def retrieval(
     rows = [dict(candidate="full attention", rule="all pages", right=ask(None), asked=len(asked), pages=None)]
     run.log(json.dumps(rows[0]))
     for candidate in candidates:
-        records: dict[int, Tensor] = {}
-        for label, parameters in rules(budgets, tau):
-            policy = run.policy(candidate, parameters, records)
+        for label, parameters in run.rules(candidate, budgets, tau):
+            policy = run.policy(candidate, parameters)
             policy.measure = False
             row = dict(candidate=candidate.name, rule=label, right=ask(policy), asked=len(asked), pages=policy.statistics.mean_pages)
-            records = policy.prefix
             rows.append(row)
             run.log(json.dumps(row))
     return rows
 
 
 def known_candidates() -> tuple[Candidate, ...]:
-    """The default candidates, and every other registered selector with its default options."""
+    """The default candidates, every other registered selector with its default options, and the baselines."""
     named = {c.selector for c in DEFAULT_CANDIDATES}
-    return DEFAULT_CANDIDATES + tuple(Candidate(name, name) for name in SELECTORS if name not in named)
+    return DEFAULT_CANDIDATES + tuple(Candidate(name, name) for name in SELECTORS if name not in named) + BASELINE_CANDIDATES

@@ -7,6 +7,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from kvskim.demo.text import docstring_text
+
 _ADJECTIVES = (
     "amber", "brave", "calm", "dusty", "eager", "fancy", "gentle", "hollow", "icy", "jolly",
     "keen", "lunar", "misty", "noble", "olive", "proud", "quiet", "rusty", "silver", "tidy",
@@ -25,9 +27,11 @@ _FACTS = (
 
 
 def prose() -> str:
-    """The Python language reference as text (about 600,000 characters)."""
-    from pydoc_data.topics import topics  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
+    """The Python language reference as text (about 600,000 characters); docstrings where a distribution left it out."""
+    try:
+        from pydoc_data.topics import topics  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError:
+        return docstring_text()
     return "\n\n".join(text for _, text in sorted(topics.items(), key=lambda item: (-len(item[1]), item[0])))
 
 

@@ -1,0 +1,164 @@
+"""Answers of a model to samples under every method and setting: one prefill with full attention per sample, then each policy decodes from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+
+from kvskim.errors import KvskimError
+from kvskim.eval.generation import greedy
+from kvskim.eval.methods import FULL, Calibrations, Method, PromptPolicies, Setting
+from kvskim.eval.model import EvalModel
+from kvskim.eval.policy import CACHE_ELEMENT_BYTES, Policy
+from kvskim.eval.sample import PromptFormat, Question, Sample
+from kvskim.layout import PAGE_TOKENS, ceil_div
+
+ALL_PAGES = "all"
+"""Label of the only setting of full attention."""
+STARTS = ("answer", "question")
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer. ``pages``: mean pages attended; ``share``: of the pages there; ``bytes``: read for one (layer, query, kv head). Drafts that were
+    thrown away are counted in these means like tokens that were kept."""
+
+    method: str
+    setting: str
+    text: str
+    pages: float
+    share: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An answer with its score and what it answers."""
+
+    task: str
+    context_tokens: int
+    sample: int
+    question: int
+    prompt_tokens: int
+    score: float
+    answer: Answer
+
+    def as_dict(self) -> dict[str, Any]:
+        row = asdict(self)
+        return {**{k: v for k, v in row.items() if k != "answer"}, **row["answer"]}
+
+
+class Answerer(Protocol):
+    """Anything that answers the questions of a sample."""
+
+    def answers(self, sample: Sample) -> Iterator[tuple[int, Question, int, Answer]]:
+        """Index of the question, the question, tokens of its prompt, and an answer to it; for every question, method and setting."""
+        ...
+
+
+class ModelAnswerer:
+    """Answers by a model.
+
+    Args:
+        model: a loaded model.
+        prompts: how samples become token ids.
+        methods: `FULL` among them or not; its answers serve the others as drafts either way.
+        settings: rules and budgets.
+        calibrations: parameters of selectors.
+        sparse_from: ``answer``: the whole prompt is read with full attention, as engines do, and its last token is the first that is decoded sparsely;
+            ``question``: only the context is, and the question is decoded sparsely too: what a policy keeps can't depend on the question.
+    """
+
+    def __init__(
+        self, model: EvalModel, prompts: PromptFormat, methods: Sequence[Method], settings: Sequence[Setting], calibrations: Calibrations,
+        sparse_from: str = "answer",
+    ) -> None:
+        if sparse_from not in STARTS:
+            raise KvskimError(f"--sparse-from is {sparse_from!r}; it must be answer or question")
+        self.model, self.prompts, self.methods, self.settings, self.calibrations = model, prompts, methods, settings, calibrations
+        self.sparse_from = sparse_from
+        self.stop = stop_tokens(model)
+
+    def answers(self, sample: Sample) -> Iterator[tuple[int, Question, int, Answer]]:
+        model = self.model
+        if self.calibrations.needs_text(self.methods):
+            self.calibrations.read_text(self.methods)
+        split = [self.prompts.parts(sample, q) for q in sample.questions]
+        # A longer question may have cost the context some of its middle; the shortest context is then the one for all.
+        before = min((head for head, _ in split), key=len)
+        room = max(len(tail) + q.limit for (_, tail), q in zip(split, sample.questions)) + PAGE_TOKENS
+        model.reserve(len(before) + room)
+        model.prefill(torch.tensor(before), query_stride=max(8, len(before) // 4096))
+        self.calibrations.new_prompt()
+        captured, observed = model.captured, model.observed
+        for index, (question, (_, tail)) in enumerate(zip(sample.questions, split)):
+            prompt = torch.tensor(before + tail)
+            model.captured, model.observed = {layer: list(parts) for layer, parts in captured.items()}, dict(observed)
+            model.extend(prompt, len(before), len(prompt) - 1)
+            if self.sparse_from == "question":
+                # What policies look at ends with the context.
+                model.captured, model.observed = captured, observed
+            for answer in self._of_question(question, prompt, len(before)):
+                yield index, question, len(prompt), answer
+
+    def _of_question(self, question: Question, prompt: torch.Tensor, context: int) -> Iterator[Answer]:
+        model = self.model
+        prefix = len(prompt) - 1 if self.sparse_from == "answer" else context
+        full = greedy(model, prompt, None, question.limit, self.stop)
+        drafts = [full]
+        if any(method.name == FULL for method in self.methods):
+            pages = float(ceil_div(len(prompt), PAGE_TOKENS))
+            size = 2 * PAGE_TOKENS * model.head_dim * CACHE_ELEMENT_BYTES
+            yield Answer(FULL, ALL_PAGES, self._text(full), pages, 1.0, pages * size)
+        for method, setting, policy in PromptPolicies(model, prefix, self.calibrations).each(self.methods, self.settings):
+            if prefix < len(prompt) - 1:
+                model.decode(prompt, prefix, len(prompt) - 1, policy)
+            tokens = greedy(model, prompt, policy, question.limit, self.stop, drafts)
+            if tokens not in drafts:
+                drafts.append(tokens)
+            yield self._answer(method, setting, policy, tokens)
+
+    def _answer(self, method: Method, setting: Setting, policy: Policy, tokens: list[int]) -> Answer:
+        statistics = policy.statistics
+        size = statistics.mean_bytes(self.model.head_dim)
+        return Answer(method.label, setting.label, self._text(tokens), statistics.mean_pages, statistics.share, size)
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.model.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def stop_tokens(model: EvalModel) -> set[int]:
+    """Tokens that end an answer: those of the generation settings, of the configuration, and of the tokenizer."""
+    found: set[int] = set()
+    for source in (getattr(model.model, "generation_config", None), model.config, model.tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found |= set(value) if isinstance(value, (list, tuple)) else set() if value is None else {int(value)}
+    return found
+
+
+def score_samples(samples: Iterable[Sample], answerer: Answerer, log: Log = print) -> list[Scored]:
+    """Every answer to every question, scored. One line of progress for each sample."""
+    out: list[Scored] = []
+    numbers: dict[tuple[str, int], int] = {}
+    for sample in samples:
+        key = (sample.task, sample.context_tokens)
+        number = numbers[key] = numbers.get(key, -1) + 1
+        rows = [
+            Scored(sample.task, sample.context_tokens, number, index, tokens, question.score(answer.text), answer)
+            for index, question, tokens, answer in answerer.answers(sample)
+        ]
+        out += rows
+        shown = ", ".join(f"{method} {setting} {100 * mean:.0f}" for (method, setting), mean in _means(rows).items())
+        log(f"{sample.task} {sample.context_tokens or rows[0].prompt_tokens} tokens, sample {number}: {shown}")
+    return out
+
+
+def _means(rows: list[Scored]) -> dict[tuple[str, str], float]:
+    scores: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        scores.setdefault((row.answer.method, row.answer.setting), []).append(row.score)
+    return {key: sum(values) / len(values) for key, values in scores.items()}

@@ -1,0 +1,249 @@
+"""What an evaluation compares: methods as the command line names them, budgets and rules, and the policies they give for a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvskim.calibration import Calibration, CalibrationError, LayerCalibration, fit_layer, load_calibration, model_fingerprint
+from kvskim.demo.text import tokenize
+from kvskim.errors import KvskimError
+from kvskim.eval.model import EvalModel
+from kvskim.eval.policy import Policy, SelectorPolicy
+from kvskim.eval.texts import other_text, prose
+from kvskim.layout import PAGE_TOKENS
+from kvskim.rules import RuleParameters
+from kvskim.selectors import SELECTORS, get_selector
+
+FULL = "full"
+"""Name of full attention in lists of methods."""
+CALIBRATION_TOKENS = 4096
+OTHER_TEXT_SHRINK = 0.5
+"""As in `kvskim calibrate`: a basis for other text is drawn to the common one more than a basis for the prompt itself."""
+LEAST_BUDGET = 3
+"""Pages: sink, window and one more."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of a table: full attention, a selector, or a baseline, with options. ``label`` is what the user wrote."""
+
+    label: str
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.name != FULL and self.name not in SELECTORS
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One column of a table: a rule with its number. ``budget_tokens`` is None where the number of tokens is not fixed."""
+
+    label: str
+    parameters: RuleParameters
+    budget_tokens: int | None = None
+
+
+def _baselines() -> dict[str, Any]:
+    from kvskim.eval.baselines import BASELINES
+
+    return dict(BASELINES)
+
+
+def _value(text: str) -> int | float | bool | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def parse_methods(text: str) -> list[Method]:
+    """Methods of a comma list such as ``full,sketch,sketch:record_bytes=128,rki4:rank=4``; options of one method are joined by ``+``.
+
+    Raises:
+        KvskimError: an unknown name or option, or nothing to compare.
+    """
+    known = [FULL, *SELECTORS, *_baselines()]
+    methods: list[Method] = []
+    for label in (word.strip() for word in text.split(",")):
+        if not label:
+            continue
+        name, _, tail = label.partition(":")
+        if name not in known:
+            raise KvskimError(f"--selectors names {name!r}; known are {', '.join(known)}")
+        pairs = [part.partition("=") for part in tail.split("+") if part]
+        if any(not sign for _, sign, _ in pairs) or (name == FULL and pairs):
+            raise KvskimError(f"--selectors has {label!r}; options are written NAME:OPTION=VALUE+OPTION=VALUE, and {FULL} has none")
+        method = Method(label, name, tuple((key, _value(value)) for key, _, value in pairs))
+        try:
+            if method.is_baseline:
+                _baselines()[name](budget_tokens=LEAST_BUDGET * PAGE_TOKENS * 64, **dict(method.options))
+            elif name != FULL:
+                get_selector(name, **dict(method.options))
+        except (ValueError, TypeError) as error:
+            raise KvskimError(f"--selectors has {label!r}: {error}") from error
+        if method not in methods:
+            methods.append(method)
+    if not methods:
+        raise KvskimError(f"--selectors is {text!r}; it must name at least one of {', '.join(known)}")
+    return methods
+
+
+def parse_budgets(text: str) -> list[int]:
+    """Budgets in pages, of a comma list in tokens (``64,128``) or pages (``4p,8p``), sink and window counted."""
+    budgets = []
+    for word in (part.strip() for part in text.split(",")):
+        number = word.removesuffix("p")
+        tokens = int(number) if number.isascii() and number.isdigit() else 0
+        if word.endswith("p"):
+            tokens *= PAGE_TOKENS
+        if tokens < LEAST_BUDGET * PAGE_TOKENS or tokens % PAGE_TOKENS:
+            raise KvskimError(
+                f"--budgets has {word!r}; a budget is a number of tokens, a multiple of {PAGE_TOKENS} and at least {LEAST_BUDGET * PAGE_TOKENS}, such as 128, "
+                f"or a number of pages, at least {LEAST_BUDGET}, such as 8p"
+            )
+        budgets.append(tokens // PAGE_TOKENS)
+    return list(dict.fromkeys(budgets))
+
+
+def settings_of(rules: str, budgets: Sequence[int], tau: float, coverage: float) -> list[Setting]:
+    """Columns for the rules of a comma list: every budget for ``budget``, one column each for ``threshold`` and ``coverage``."""
+    if not 0 < tau <= 1:
+        raise KvskimError(f"--tau is {tau}; it must be greater than 0 and at most 1")
+    if not 0 < coverage <= 1:
+        raise KvskimError(f"--coverage is {coverage}; it must be greater than 0 and at most 1")
+    settings = []
+    for rule in dict.fromkeys(word.strip() for word in rules.split(",") if word.strip()):
+        if rule == "budget":
+            for pages in budgets:
+                parameters = RuleParameters(rule="budget", budget_pages=pages, min_pages=0)
+                settings.append(Setting(f"{pages * PAGE_TOKENS} tokens", parameters, pages * PAGE_TOKENS))
+        elif rule == "threshold":
+            settings.append(Setting(f"threshold {tau:g}", RuleParameters(rule="threshold", tau=tau)))
+        elif rule == "coverage":
+            settings.append(Setting(f"coverage {coverage:g}", RuleParameters(rule="coverage", coverage=coverage)))
+        else:
+            raise KvskimError(f"--rule has {rule!r}; it must be a comma list of budget, threshold and coverage")
+    if not settings:
+        raise KvskimError(f"--rule is {rules!r}; it must be a comma list of budget, threshold and coverage")
+    return settings
+
+
+class Calibrations:
+    """Selector parameters of every sparse layer.
+
+    Args:
+        source: ``text``: fitted once, on built-in prose and code that the evaluation does not use otherwise; ``prompt``: fitted on every prompt;
+            else the path of a file of ``kvskim calibrate``.
+
+    Raises:
+        CalibrationError: the file can't be read or is another model's.
+    """
+
+    def __init__(self, model: EvalModel, source: str = "text") -> None:
+        self.model, self.source = model, source
+        self._fits: dict[tuple[int, bool], dict[int, LayerCalibration]] = {}
+        self._tables: dict[str, dict[int, Any]] = {}
+        self._file: Calibration | None = None
+        self._text_ready = False
+        if source not in ("text", "prompt"):
+            self._file = load_calibration(Path(source).expanduser())
+            config = model.config
+            self._file.check(str(getattr(config, "_name_or_path", "") or config.model_type), model_fingerprint(config.to_dict()), *self._shape)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.model.num_kv_heads, self.model.head_dim
+
+    def new_prompt(self) -> None:
+        """A prompt was prefilled: what was fitted on another is dropped where every prompt has its own."""
+        if self.source == "prompt":
+            self._fits, self._tables = {}, {}
+
+    def needs_text(self, methods: Sequence[Method]) -> bool:
+        return self.source == "text" and not self._text_ready and any(method.name in SELECTORS for method in methods)
+
+    def read_text(self, methods: Sequence[Method]) -> None:
+        """Fit on the built-in text all that ``methods`` need. It replaces what the model's store holds, so it comes before any prompt."""
+        import torch
+
+        limit = getattr(self.model.config, "max_position_embeddings", None) or CALIBRATION_TOKENS
+        half = min(CALIBRATION_TOKENS, limit) // 2
+        # The end of the prose: evaluations read from its beginning.
+        parts = [tokenize(self.model.tokenizer, text)[:half] for text in (other_text()[: 12 * half], prose()[-12 * half :])]
+        ids = torch.tensor(parts[0] + parts[1])
+        self.model.reserve(len(ids))
+        self.model.prefill(ids, query_stride=4)
+        for method in methods:
+            if method.name in SELECTORS:
+                self._fit(get_selector(method.name, **dict(method.options)), len(ids), OTHER_TEXT_SHRINK)
+        self._text_ready = True
+
+    def tables(self, method: Method, tokens: int) -> dict[int, Any]:
+        """Parameters of the selector of ``method`` for a prompt of ``tokens`` tokens in the store."""
+        if method.label not in self._tables:
+            selector = get_selector(method.name, **dict(method.options))
+            file, layers = self._file, self.model.sparse_layers
+            fits = self._fit(selector, tokens, None) if file is None else {layer: file.layer(layer) for layer in layers}
+            self._tables[method.label] = {layer: selector.tables(*self._shape, fit).to(self.model.device) for layer, fit in fits.items()}
+        return self._tables[method.label]
+
+    def _fit(self, selector: Any, tokens: int, shrink: float | None) -> dict[int, LayerCalibration]:
+        size = selector.record_bytes(self.model.head_dim) if selector.needs_calibration else 256
+        frame = bool(getattr(selector, "page_frame", False))
+        if (size, frame) not in self._fits:
+            if self.source == "text" and shrink is None:
+                raise CalibrationError("the built-in text was not read before the first prompt")
+            options: dict[str, Any] = {} if shrink is None else {"mode_shrink": shrink}
+            if frame:
+                options.update(page_frame=True, rotary=self._rotary(), first_position=PAGE_TOKENS)
+            fits = {}
+            for layer in self.model.sparse_layers:
+                # The first page, the attention sink, is like no other page.
+                keys = self.model.keys[layer][:, PAGE_TOKENS : tokens // PAGE_TOKENS * PAGE_TOKENS]
+                fits[layer] = fit_layer(keys, self.model.calibration_queries(layer), record_bytes=size, **options)
+            self._fits[size, frame] = fits
+        return self._fits[size, frame]
+
+    def _rotary(self) -> Any:
+        from kvskim.engines.transformers_layer import rotary_of
+
+        kinds = getattr(self.model.config, "layer_types", None)
+        return rotary_of(self.model.config, kinds[self.model.sparse_layers[0]] if kinds else None)
+
+
+class PromptPolicies:
+    """The policies that decode from one prefilled prompt; what is independent of the budget is made once for all budgets of a method."""
+
+    def __init__(self, model: EvalModel, tokens: int, calibrations: Calibrations, measure: bool = False) -> None:
+        self.model, self.tokens, self.calibrations, self.measure = model, tokens, calibrations, measure
+
+    def each(self, methods: Sequence[Method], settings: Sequence[Setting]) -> Iterator[tuple[Method, Setting, Policy]]:
+        """Every method but full attention under every setting that it has. A baseline has budgets only."""
+        for method in methods:
+            if method.name == FULL:
+                continue
+            earlier: Any = None
+            for setting in settings:
+                policy: Any
+                if not method.is_baseline:
+                    selector = get_selector(method.name, **dict(method.options))
+                    policy = SelectorPolicy(selector, self.calibrations.tables(method, self.tokens), setting.parameters, measure=self.measure)
+                    if earlier is not None:
+                        policy.prefix = earlier.prefix
+                elif setting.budget_tokens is None:
+                    continue
+                else:
+                    policy = _baselines()[method.name](budget_tokens=setting.budget_tokens, **dict(method.options))
+                    policy.measure = self.measure
+                    if earlier is not None and hasattr(policy, "share"):
+                        policy.share(earlier)
+                policy.prepare(self.model, self.tokens)
+                yield method, setting, policy
+                earlier = policy
