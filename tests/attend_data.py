@@ -132,7 +132,7 @@ class Buffers:
 
     def __init__(self, case: Case) -> None:
         query = case.inputs["query"]
-        need = required_partials(query, case.inputs["key_cache"], case.inputs["block_table"])
+        need = required_partials(query, case.inputs["key_cache"], case.inputs["value_cache"], case.inputs["block_table"])
         pairs = query.shape[0] * case.inputs["key_cache"].shape[2]
         self.whole: list[Tensor] = []
         self.out = self._guarded(query.numel(), query.dtype, query.device, math.nan).view(query.shape)

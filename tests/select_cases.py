@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvskim.layout import padded_group
 from kvskim.rules import RuleParameters
 
 GUARD = 64
@@ -18,7 +19,7 @@ POISON_FLOAT = -12345.0
 def brute_force_count(rule: RuleParameters, mass: list[float], forced_share: float, total_pages: int, forced_pages: int) -> int:
     """How many candidates a rule wants, before any table limits it. ``mass`` is in the order of the rule: best first."""
     n = len(mass)
-    if n <= rule.min_pages:
+    if n <= rule.min_pages or total_pages <= rule.full_pages:
         return n
     broken = sum(not math.isfinite(m) for m in mass)
     if rule.rule == "budget":
@@ -50,7 +51,7 @@ def brute_force_row(
     masses = mass.tolist()
     order = sorted(range(len(keys)), key=lambda i: (-keys[i], i))
     count = brute_force_count(rule, [masses[i] for i in order], forced_share, total_pages, forced_pages)
-    if limit is not None and len(keys) > rule.min_pages:
+    if limit is not None and len(keys) > rule.min_pages and total_pages > rule.full_pages:
         count = min(count, limit)
     return sorted(order[:count])
 
@@ -163,7 +164,7 @@ def make_case(
     Everything that may not be read (padded columns, pages outside the candidates, chunks without a tile) holds NaN.
     """
     generator = torch.Generator().manual_seed(seed)
-    padded = 4 if group <= 4 else 8 if group <= 8 else 16
+    padded = padded_group(group)
     scores = torch.randn(requests, heads, capacity, padded, generator=generator) * 3
     scores += 4 * torch.randn(requests, heads, capacity, 1, generator=generator)
     if flavour == "ties":
@@ -220,5 +221,7 @@ RULES = [
     RuleParameters(rule="coverage", coverage=0.8, min_pages=2),
     RuleParameters(rule="coverage", coverage=0.99999, min_pages=0, max_pages=20),
     RuleParameters(rule="coverage", coverage=0.3, min_pages=0),
+    RuleParameters(rule="threshold", tau=0.9, min_pages=2, full_pages=30),
+    RuleParameters(rule="budget", budget_pages=5, full_pages=40),
 ]
 FLAVOURS = ["plain", "ties", "equal", "nan", "infinite", "empty", "narrow", "underflow"]

@@ -119,6 +119,7 @@ def test_the_defaults() -> None:
         "max_pages": None,
         "sink_pages": 1,
         "window_pages": 1,
+        "full_pages": "auto",
         "combine": "softmax",
         "calibration": "auto",
         "kernels": "auto",
@@ -145,6 +146,8 @@ def test_rule_parameters_carry_every_setting_of_the_rule() -> None:
     assert (coverage.rule, coverage.coverage, coverage.max_pages) == ("coverage", 0.8, 99)
     assert SkimConfig(rule="coverage").rule_parameters().coverage == 0.95
     assert SkimConfig(tau=0.02).rule_parameters().tau == 0.02
+    assert SkimConfig(full_pages=300).rule_parameters().full_pages == 300
+    assert SkimConfig().rule_parameters().full_pages == 0
 
 
 @pytest.mark.parametrize(
@@ -184,6 +187,7 @@ BAD = st.one_of(
     st.tuples(st.just("dense_layers"), st.one_of(st.integers(max_value=-1), st.sampled_from([[-1], [True], True, {}]), st.text())),
     st.tuples(st.just("selector_options"), st.one_of(st.integers(), st.text(max_size=9), st.lists(st.integers(), max_size=2), st.none())),
     st.tuples(st.just("calibration"), st.sampled_from(["", 1, None, True])),
+    st.tuples(st.just("full_pages"), st.sampled_from(["", "none", -1, 0.5, None, True, [1], 2**31])),
 )
 
 

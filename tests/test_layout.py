@@ -63,7 +63,7 @@ def test_bytes() -> None:
 
 
 def test_padded_group() -> None:
-    assert [padded_group(g) for g in (1, 3, 4, 5, 8, 9, 16)] == [4, 4, 4, 8, 8, 16, 16]
-    for bad in (0, 17):
-        with pytest.raises(ValueError, match=f"{bad} query heads per kv head; 1 to 16"):
+    assert [padded_group(g) for g in (1, 3, 4, 5, 8, 9, 16, 20, 128)] == [4, 4, 4, 8, 8, 16, 16, 32, 128]
+    for bad in (0, 129):
+        with pytest.raises(ValueError, match=f"{bad} query heads per kv head; 1 to 128"):
             padded_group(bad)

@@ -23,14 +23,15 @@ MASSES = st.one_of(
 
 @st.composite
 def rules(draw: st.DrawFn) -> RuleParameters:
-    limits = {"min_pages": draw(st.integers(0, 6)), "max_pages": draw(st.none() | st.integers(0, 12))}
+    full = draw(st.just(0) | st.integers(0, 20))
+    limits = {"min_pages": draw(st.integers(0, 6)), "max_pages": draw(st.none() | st.integers(0, 12)), "full_pages": full}
     kind = draw(st.sampled_from(["threshold", "budget_pages", "budget_fraction", "coverage"]))
     if kind == "threshold":
         return RuleParameters(rule="threshold", tau=draw(st.sampled_from([0.001, 0.007, 0.1, 0.5])), **limits)
     if kind == "budget_pages":
-        return RuleParameters(rule="budget", budget_pages=draw(st.integers(0, 30)), min_pages=limits["min_pages"])
+        return RuleParameters(rule="budget", budget_pages=draw(st.integers(0, 30)), min_pages=limits["min_pages"], full_pages=full)
     if kind == "budget_fraction":
-        return RuleParameters(rule="budget", budget_fraction=draw(st.floats(0.01, 1.0)), min_pages=limits["min_pages"])
+        return RuleParameters(rule="budget", budget_fraction=draw(st.floats(0.01, 1.0)), min_pages=limits["min_pages"], full_pages=full)
     return RuleParameters(rule="coverage", coverage=draw(st.sampled_from([0.1, 0.5, 0.9, 1.0])), **limits)
 
 
@@ -74,6 +75,19 @@ def test_a_row_no_longer_than_min_pages_is_attended_whole() -> None:
         RuleParameters(rule="coverage", coverage=0.1, min_pages=8),
     ):
         assert apply_rule(rule, mass, mass, 0.9, 10, 1, 1).all()
+
+
+def test_a_request_of_at_most_full_pages_is_attended_whole() -> None:
+    mass = torch.zeros(2, 8)
+    for rule in (
+        RuleParameters(rule="threshold", tau=0.5, min_pages=0, full_pages=10),
+        RuleParameters(rule="coverage", coverage=0.1, min_pages=0, full_pages=10),
+        RuleParameters(rule="budget", budget_pages=3, full_pages=10),
+    ):
+        selected = apply_rule(rule, mass, mass, 0.9, torch.tensor([9, 10]), 1, 1, limit=2)
+        assert selected.sum(-1).tolist() == [7, 8]
+        selected = apply_rule(rule, mass, mass, 0.9, 11, 1, 1, limit=2)
+        assert not selected.all(-1).any()
 
 
 def test_coverage_follows_its_target_and_the_shape_of_the_mass() -> None:

@@ -12,7 +12,9 @@ from kvskim.selectors import SELECTORS
 from step_data import Batch, make_batch
 
 BUDGET = RuleParameters(rule="budget", budget_pages=5, min_pages=0)
-RULES = [BUDGET, RuleParameters(tau=0.02, min_pages=2), RuleParameters(rule="coverage", coverage=0.8, min_pages=1)]
+SHORT_WHOLE = RuleParameters(rule="budget", budget_pages=4, full_pages=7)
+"""The rows of 100 tokens, 7 pages, are just short enough to be attended whole."""
+RULES = [BUDGET, SHORT_WHOLE, RuleParameters(tau=0.02, min_pages=2), RuleParameters(rule="coverage", coverage=0.8, min_pages=1)]
 LENGTHS = [1, 15, 16, 17, 0, 100, 333]
 
 

@@ -153,6 +153,12 @@ class SkimConfig(BaseModel):
     )
     sink_pages: int = _pages("Pages at the start of a request that are always attended.", 0, default=1)
     window_pages: int = _pages("Pages at the end of a request that are always attended, the open page among them.", 1, default=1)
+    full_pages: Annotated[int, Field(ge=0, le=_LARGEST_COUNT)] | Literal["auto"] = _setting(
+        "Requests of at most so many pages attend all of them. `auto`: in vLLM the length up to which that costs no more time than choosing, which "
+        "depends on the batch size; 0 elsewhere.",
+        "must be auto or a whole number, at least 0",
+        default="auto",
+    )
     combine: CombineName = _setting(
         "How the query heads of one kv head are combined: mean of their mass (`softmax`), sum of their mass relative to each head's peak "
         "(`peak`), or highest score (`max`). `peak` and `max` need rule `budget`.",
@@ -251,6 +257,7 @@ class SkimConfig(BaseModel):
             min_pages=self.min_pages,
             max_pages=self.max_pages,
             combine=self.combine,
+            full_pages=0 if self.full_pages == "auto" else self.full_pages,
         )
 
 

@@ -164,8 +164,12 @@ def sketch_layout(record_bytes: int = 256) -> SketchLayout:
     return SketchLayout(record_bytes, half_rows, tuple(position), tuple(word_start))
 
 
+LARGEST_GROUP = 128
+"""Most query heads of one kv head: all heads of a model with latent attention."""
+
+
 def padded_group(group: int) -> int:
-    """Query heads per kv head as the kernels store them: 4, 8 or 16 columns."""
-    if not 1 <= group <= 16:
-        raise ValueError(f"the model has {group} query heads per kv head; 1 to 16 are supported")
-    return 4 if group <= 4 else 8 if group <= 8 else 16
+    """Query heads per kv head as the kernels store them: 4, 8, 16, 32, 64 or 128 columns."""
+    if not 1 <= group <= LARGEST_GROUP:
+        raise ValueError(f"the model has {group} query heads per kv head; 1 to {LARGEST_GROUP} are supported")
+    return max(4, 1 << (group - 1).bit_length())

@@ -4,6 +4,9 @@ Every kernel and every engine is tested against this file. It loops over request
 
     K, V of new tokens --write--> pages --encode (pages that this write completes)--> records
     q --score(records)--> page log-masses --rule--> selected pages --attend--> output, log-sum-exp
+
+Latent attention (MLA) is the same with one kv head: the key of a token is its latent vector and its rotary part, its value the latent vector, and
+the query heads are absorbed into that space. So ``D`` is 576 and ``value_dim`` 512 in the models that have it.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class RowSelection:
 
 @dataclass
 class DecodeResult:
-    """``out`` ``[R, Hq, D]``, ``lse`` float32 ``[R, Hq]`` (natural log), ``rows[r][h]`` the selection of request r, kv head h."""
+    """``out`` ``[R, Hq, Dv]``, ``lse`` float32 ``[R, Hq]`` (natural log), ``rows[r][h]`` the selection of request r, kv head h."""
 
     out: Tensor
     lse: Tensor
@@ -67,25 +70,27 @@ class ReferenceLayer:
         sink_pages: pages at the start that are always attended.
         window_pages: pages at the end that are always attended, the open page included; at least 1.
         dtype: of the cache.
+        value_dim: dimension ``Dv`` of the values; None: ``D``.
     """
 
     def __init__(
         self, selector: Selector, tables: Any, *, num_pages: int, num_kv_heads: int, head_dim: int, scale: float,
         parameters: RuleParameters, softcap: float = 0.0, sink_pages: int = 1, window_pages: int = 1, dtype: torch.dtype = torch.float32,
+        value_dim: int | None = None,
     ) -> None:
         if window_pages < 1:
             raise ValueError(f"window_pages is {window_pages}; it must be at least 1, because the open page has no record")
         self.selector, self.tables, self.parameters = selector, tables, parameters
         self.scale, self.softcap, self.sink_pages, self.window_pages = scale, softcap, sink_pages, window_pages
         self.keys = torch.zeros(num_pages, PAGE_TOKENS, num_kv_heads, head_dim, dtype=dtype)
-        self.values = torch.zeros_like(self.keys)
+        self.values = torch.zeros(num_pages, PAGE_TOKENS, num_kv_heads, value_dim or head_dim, dtype=dtype)
         self.records = torch.zeros(num_pages, num_kv_heads, selector.record_bytes(head_dim), dtype=torch.uint8)
 
     def write(self, keys: Tensor, values: Tensor, slot_mapping: Tensor, page_positions: Tensor | None = None) -> None:
         """Store new tokens and encode the pages they complete.
 
         Args:
-            keys, values: ``[T, H, D]``.
+            keys, values: ``[T, H, D]`` and ``[T, H, Dv]``.
             slot_mapping: int64 ``[T]``, physical token index ``page * 16 + offset``; -1: padding.
             page_positions: int64 ``[num_pages]``, position of the first token of each physical page (page-frame records only).
         """
@@ -131,7 +136,7 @@ class ReferenceLayer:
         return RowSelection(selected.nonzero()[:, 0], total, covered, float(exact_mass[selected].sum()))
 
     def attend(self, queries: Tensor, page_table: Tensor, seq_len: int, head: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Exact attention of ``queries [G, D]`` over the tokens of ``pages``: ``(out [G, D], lse [G])``, float32."""
+        """Exact attention of ``queries [G, D]`` over the tokens of ``pages``: ``(out [G, Dv], lse [G])``, float32."""
         tokens = (pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()
         tokens = tokens[tokens < seq_len]
         physical = page_table[tokens // PAGE_TOKENS].long()
@@ -149,7 +154,7 @@ class ReferenceLayer:
             seq_lens: int ``[R]``, tokens in the cache, this one included; 0: a padded row, output 0 and lse -inf.
         """
         heads = self.keys.shape[2]
-        out = torch.zeros_like(query)
+        out = query.new_zeros(*query.shape[:2], self.values.shape[3])
         lse = torch.full(query.shape[:2], -torch.inf)
         grouped, lse_grouped = out.unflatten(1, (heads, -1)), lse.unflatten(1, (heads, -1))
         rows: list[list[RowSelection]] = []

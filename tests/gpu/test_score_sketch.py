@@ -38,11 +38,12 @@ def make_case(kernels: str, **settings: Any) -> SketchCase:
 
 def run(
     case: SketchCase, kernels: str, scratch: Any = None, out: dict[str, Tensor] | None = None, overlap: bool = False, settled: bool = False,
+    full_pages: int = 0,
 ) -> dict[str, Tensor]:
     out = case.outputs() if out is None else out
     op.score(
         Sketch(case.record_bytes), case.tables, **case.inputs, **case.settings(), **out, scratch=scratch or case.scratch(), kernels=kernels,
-        overlap=overlap, settled=settled,
+        overlap=overlap, settled=settled, full_pages=full_pages,
     )
     return out
 
@@ -105,6 +106,23 @@ def test_many_requests(kernels: str, group: int) -> None:
     lengths = [generator.choice([0, 1, 16, 17, 100, 300, 3000]) for _ in range(200)]
     case = make_case(kernels, lengths=lengths, heads=4, group=group, dim=128, dtype=torch.float16 if group == 8 else torch.bfloat16, seed=group)
     assert compare(case, run(case, kernels), score_tolerance=0.03) == []
+
+
+@cuda_only
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("group", [4, 8, 16])
+def test_requests_that_are_attended_whole_are_left_alone(group: int, settled: bool) -> None:
+    """Nothing is written for them, and the others get what they get without them. A CTA of weights serves several requests, here of both kinds."""
+    lengths = [4000, 160, 161, 0, 17, 160, 20, 5000, 16, 160, 31]
+    case = make_case("cuda", lengths=lengths, group=group, dim=128, seed=group)
+    out = run(case, "cuda", overlap=settled, settled=settled, full_pages=10)
+    short = [r for r, length in enumerate(lengths) if length <= 160]
+    for tensor in out.values():
+        assert bool(tensor[short].isnan().all())
+    untouched = run(case, "cuda")
+    for name, tensor in out.items():
+        tensor[short] = untouched[name][short]
+    assert compare(case, out, score_tolerance=0.03) == []
 
 
 @pytest.mark.parametrize("record_bytes", [128, 192, 384])

@@ -134,13 +134,13 @@ class KernelBench:
         w = self.workspace(shape, BUDGET, "cuda")
         b = w.buffers(shape.requests)
         prepared = (tables.query_matrix, tables.slot_coefficient, tables.slot_digit, tables.mean)
-        cuda.prepare_sketch(query, keys, *prepared, records.block_tables[0], lengths, w.sketch_weights, b.base, b.forced, shape.scale, 0.0, 1.0, 1, 1, 0)
+        cuda.prepare_sketch(query, keys, *prepared, records.block_tables[0], lengths, w.sketch_weights, b.base, b.forced, shape.scale, 0.0, 1.0, 1, 1, 0, 0)
         torch.cuda.synchronize()
 
         def launches(flags: int) -> Callable[[str], list[Launch]]:
             def launch(table: torch.Tensor) -> Launch:
                 return lambda: cuda.score_sketch(
-                    records.pool, table, lengths, w.sketch_weights, b.forced, b.scores, b.partials, shape.group, PAGE_TOKENS, 1, 1, flags
+                    records.pool, table, lengths, w.sketch_weights, b.forced, b.scores, b.partials, shape.group, PAGE_TOKENS, 1, 1, 0, flags
                 )
 
             return lambda _: [launch(t) for t in records.block_tables]

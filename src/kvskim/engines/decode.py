@@ -92,7 +92,7 @@ def decode_attention(
     candidates = max(last - first, 0)
     limits: Any = {"scale": settings.scale, "softcap": settings.softcap}
 
-    if candidates <= settings.rule.min_pages:
+    if candidates <= settings.rule.min_pages or total <= settings.rule.full_pages:
         out = attention(query, key, value, **limits)
         every = torch.ones(heads, total, dtype=torch.bool, device=key.device)
         ones = torch.ones(heads, device=key.device)

@@ -17,8 +17,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvskim.layout import PAGE_TOKENS
-from kvskim.ops.attend_plan import attend_cluster, attend_plan
+from kvskim.layout import LARGEST_GROUP, PAGE_TOKENS
+from kvskim.ops.attend_plan import LATENT_SHARE, SHORT_SHARE, AttendPlan, attend_cluster, attend_plan, head_blocks
 from kvskim.ops.torch_attend import attend_torch
 
 Kernels = Literal["cuda", "triton", "torch"]
@@ -26,7 +26,11 @@ Kernels = Literal["cuda", "triton", "torch"]
 CUDA_HEAD_DIMS = (64, 96, 128, 256)
 """Head dims that the CUDA kernel is compiled for; Triton and torch take any."""
 
-MAXIMUM_GROUP = 16
+CUDA_GROUP = 16
+"""Most query heads per kv head that the CUDA kernel takes."""
+
+USUAL_PAGES = 128
+"""Pages of a selection that the thread blocks of the CUDA kernel are shared out for, where page tables are shorter still."""
 
 
 class AttendScratch(Protocol):
@@ -47,15 +51,18 @@ def attend(
 
     Args:
         query: ``[R, Hq, D]`` bfloat16 or float16 (torch: also float32, float64); head hq reads kv head hq // (Hq / H).
-        key_cache, value_cache: ``[blocks, block_size, H, D]`` views of any strides with contiguous rows; dtype of the query, or float8_e4m3fn.
+        key_cache, value_cache: ``[blocks, block_size, H, D]`` and ``[blocks, block_size, H, Dv]`` views of any strides with contiguous rows;
+            dtype of the query, or, where ``Dv = D``, float8_e4m3fn. A value cache that is the first ``Dv`` channels of the key cache (latent
+            attention) is read once.
         block_table: int32 ``[R, columns]``; entries of blocks beyond a request are not read.
         seq_lens: int32 ``[R]``, tokens in the cache including the current one. A row of 0 gives zeros and an lse of minus infinity.
         pages: int32 ``[R, H, capacity]``, ascending logical pages of 16 tokens; beyond the count not used.
         counts: int32 ``[R, H]``. A count equal to the pages of the request means all pages, and the table is not used.
         scale: factor of the logits. softcap: 0 for none. k_scale, v_scale: value = stored * scale.
-        out: ``[R, Hq, D]`` in the dtype of the query. lse: float32 ``[R, Hq]``, natural logarithm, or None.
+        out: ``[R, Hq, Dv]`` in the dtype of the query. lse: float32 ``[R, Hq]``, natural logarithm, or None.
         scratch: see `AttendScratch`; not needed by torch.
-        kernels: cuda, triton or torch.
+        kernels: cuda, triton or torch. What the CUDA kernel does not serve at all, values of another width than the keys and groups of more
+            than 16 query heads, the Triton kernels attend under "cuda" too.
         overlap_previous: CUDA only: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch).
 
     Raises:
@@ -76,13 +83,15 @@ def attend(
         raise ValueError(f"the {kernels} kernels of attend need scratch buffers; pass scratch")
     if query.shape[0] == 0:
         return
-    sizes = (query.shape[0], key_cache.shape[2], block_table.shape[1] * (key_cache.shape[1] // PAGE_TOKENS), _multiprocessors(query.device))
-    plan = attend_plan(*sizes)
+    plan = _plan(query, key_cache, value_cache, block_table)
     splits = _check_kernels(query, key_cache, out, scratch, plan.splits)
-    if kernels == "cuda":
+    if attending_kernels(kernels, query.shape[1] // key_cache.shape[2], query.shape[2], value_cache.shape[3]) == "cuda":
         from kvskim.ops.cuda.attend import attend_cuda
 
         _check_cuda(query, key_cache, value_cache, out)
+        capacity = block_table.shape[1] * (key_cache.shape[1] // PAGE_TOKENS)
+        # Long page tables are rare: rows that attend more pages than a table holds attend all, and are short or not calibrated yet.
+        sizes = (query.shape[0], key_cache.shape[2], min(capacity, max(pages.shape[2], USUAL_PAGES)), _multiprocessors(query.device))
         attend_cuda(
             query, key_cache, value_cache, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials, scratch.attend_tickets,
             splits, plan.pages_per_split, attend_cluster(*sizes), scale, softcap, k_scale, v_scale, overlap_previous,
@@ -92,8 +101,27 @@ def attend(
 
         attend_triton(
             query, key_cache, value_cache, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials,
-            splits, plan.pages_per_split, scale, softcap, k_scale, v_scale,
+            splits, plan.pages_per_split, scale, softcap, k_scale, v_scale, shares_rows(key_cache, value_cache),
         )
+
+
+def attending_kernels(kernels: str, group: int, head_dim: int, value_dim: int) -> str:
+    """Which kernels really attend: under "cuda", values of another width than the keys and groups of more than 16 are Triton's."""
+    return "triton" if kernels == "cuda" and (group > CUDA_GROUP or value_dim != head_dim) else kernels
+
+
+def shares_rows(key_cache: Tensor, value_cache: Tensor) -> bool:
+    """Whether the values are the first channels of the keys, in the same memory: latent attention."""
+    return (
+        value_cache.shape[3] < key_cache.shape[3] and value_cache.data_ptr() == key_cache.data_ptr() and value_cache.stride() == key_cache.stride()
+    )
+
+
+def _plan(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor) -> AttendPlan:
+    heads = key_cache.shape[2]
+    capacity = block_table.shape[1] * (key_cache.shape[1] // PAGE_TOKENS)
+    share = LATENT_SHARE if shares_rows(key_cache, value_cache) else SHORT_SHARE
+    return attend_plan(query.shape[0], heads * head_blocks(query.shape[1] // heads), capacity, _multiprocessors(query.device), share)
 
 
 @functools.lru_cache(maxsize=64)
@@ -110,11 +138,12 @@ def _check(
     if query.dim() != 3:
         raise ValueError(f"query has shape {tuple(query.shape)}; expected [requests, query heads, head dim]")
     requests, query_heads, dim = query.shape
-    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+    if key_cache.dim() != 4 or value_cache.dim() != 4 or key_cache.shape[:3] != value_cache.shape[:3]:
         raise ValueError(
             f"key_cache and value_cache have shapes {tuple(key_cache.shape)} and {tuple(value_cache.shape)}; "
             "expected two of [blocks, block size, kv heads, head dim]"
         )
+    value_dim = value_cache.shape[3]
     block_size, heads = key_cache.shape[1], key_cache.shape[2]
     if key_cache.shape[3] != dim:
         raise ValueError(f"query has head dim {dim} and the cache {key_cache.shape[3]}; they must be equal")
@@ -124,6 +153,8 @@ def _check(
         raise ValueError(f"{query_heads} query heads can't be shared among {heads} kv heads")
     if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
         raise ValueError(f"caches of {key_cache.dtype} and {value_cache.dtype} with a query of {query.dtype}; expected the query's dtype or float8_e4m3fn")
+    if key_cache.element_size() == 1 and value_dim != dim:
+        raise ValueError(f"a float8 cache with keys of {dim} and values of {value_dim} channels can't be attended; use a bfloat16 or float16 cache")
     if key_cache.stride(3) != 1 or value_cache.stride(3) != 1 or (dim > 1 and query.stride(2) != 1):
         raise ValueError("the last dimension of query, key_cache and value_cache must be contiguous")
     for name, tensor, shape in (
@@ -136,8 +167,8 @@ def _check(
         raise ValueError("the rows of block_table must be contiguous")
     if not (pages.is_contiguous() and counts.is_contiguous() and seq_lens.is_contiguous()):
         raise ValueError("pages, counts and seq_lens must be contiguous")
-    if out.shape != query.shape or out.dtype != query.dtype:
-        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}; expected {query.dtype} {tuple(query.shape)} like query")
+    if out.shape != (requests, query_heads, value_dim) or out.dtype != query.dtype:
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}; expected {query.dtype} {(requests, query_heads, value_dim)}")
     if lse is not None and (lse.dtype != torch.float32 or lse.shape != (requests, query_heads) or not lse.is_contiguous()):
         raise ValueError(f"lse is {lse.dtype} {tuple(lse.shape)}; expected contiguous float32 {(requests, query_heads)}")
     if not softcap >= 0:
@@ -152,11 +183,11 @@ def _check(
 
 def _check_kernels(query: Tensor, key_cache: Tensor, out: Tensor, scratch: AttendScratch, splits: int) -> int:
     """The number of splits, or fewer when a block table wider than the scratch was sized for asks for more than fit."""
-    requests, query_heads, dim = query.shape
+    requests, query_heads, dim = out.shape
     heads = key_cache.shape[2]
     group = query_heads // heads
-    if group > MAXIMUM_GROUP:
-        raise ValueError(f"{group} query heads share a kv head; the kernels take at most {MAXIMUM_GROUP}, use kernels='torch'")
+    if group > LARGEST_GROUP:
+        raise ValueError(f"{group} query heads share a kv head; the kernels take at most {LARGEST_GROUP}, use kernels='torch'")
     if requests > 65535:
         raise ValueError(f"{requests} requests in one batch; the kernels take at most 65535")
     if out.stride(2) != 1:
@@ -181,8 +212,7 @@ def _check_cuda(query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tens
             raise ValueError(f"rows of {name} must begin at multiples of {unit} bytes")
 
 
-def required_partials(query: Tensor, key_cache: Tensor, block_table: Tensor) -> int:
+def required_partials(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor) -> int:
     """Elements of ``scratch.attend_partials`` that a call with these tensors needs."""
-    requests, query_heads, dim = query.shape
-    capacity = block_table.shape[1] * (key_cache.shape[1] // PAGE_TOKENS)
-    return requests * query_heads * attend_plan(requests, key_cache.shape[2], capacity, _multiprocessors(query.device)).splits * (dim + 2)
+    requests, query_heads, _ = query.shape
+    return requests * query_heads * _plan(query, key_cache, value_cache, block_table).splits * (value_cache.shape[3] + 2)

@@ -16,6 +16,9 @@ MAXIMUM_SPLITS = 128
 SHORT_SHARE = 8
 """Pages that are worth a thread block of their own while the GPU is not full: two for each of its four warps."""
 
+LATENT_SHARE = 4
+"""The same where keys and values are one row (latent attention): a page is four times as long, and there are no heads to fill the GPU with."""
+
 LONG_SHARE = 512
 """Pages that are worth another thread block when there are enough of them anyway: only long requests of a ragged batch are split."""
 
@@ -29,6 +32,20 @@ CLUSTER_SHARE = 32
 """Most pages of a thread block of a cluster when clusters leave more than half of the GPU idle: a longer request gets more splits instead."""
 
 
+LARGEST_HEAD_BLOCK = 64
+"""Most query heads that one program attends for: their sums of values stay in registers."""
+
+
+def head_block(group: int) -> int:
+    """Query heads of one program of the Triton kernels: 16, 32 or 64."""
+    return max(16, min(LARGEST_HEAD_BLOCK, 1 << (group - 1).bit_length()))
+
+
+def head_blocks(group: int) -> int:
+    """Programs that share the query heads of a kv head; 1 for groups of up to 64."""
+    return ceil_div(group, head_block(group))
+
+
 @dataclass(frozen=True)
 class AttendPlan:
     """The host's part of the decision; the device uses ``min(splits, ceil(count / pages_per_split))`` of the splits."""
@@ -38,14 +55,15 @@ class AttendPlan:
 
 
 @functools.lru_cache(maxsize=4096)
-def attend_plan(requests: int, heads: int, page_capacity: int, multiprocessors: int) -> AttendPlan:
+def attend_plan(requests: int, heads: int, page_capacity: int, multiprocessors: int, short_share: int = SHORT_SHARE) -> AttendPlan:
     """Splits for a batch, from what the host knows when a graph is captured.
 
     Args:
         requests: rows of the batch, padded rows included.
-        heads: kv heads.
+        heads: kv heads, times `head_blocks`.
         page_capacity: most pages a request can have (columns of the block table times pages per block).
         multiprocessors: of the GPU.
+        short_share: pages that are worth a thread block of their own while the GPU is not full.
 
     While a few rows can't fill the GPU, they get as many splits as run at once, in one wave. When the rows fill
     it, splits are there for long requests alone, and the total stays small, because idle ones cost a launch each.
@@ -53,7 +71,7 @@ def attend_plan(requests: int, heads: int, page_capacity: int, multiprocessors: 
     rows = max(requests * heads, 1)
     full = PER_MULTIPROCESSOR * max(multiprocessors, 1)
     if 2 * rows <= full:
-        splits, share = min(full // rows, MAXIMUM_SPLITS if rows <= 2 else MAXIMUM_SPLITS // 2), SHORT_SHARE
+        splits, share = min(full // rows, MAXIMUM_SPLITS if rows <= 2 else MAXIMUM_SPLITS // 2), short_share
     else:
         splits, share = max(1, min(8, 8 * full // rows)), LONG_SHARE
     return AttendPlan(max(1, min(splits, ceil_div(page_capacity, share))), share)
@@ -77,5 +95,6 @@ def attend_cluster(requests: int, heads: int, page_capacity: int, multiprocessor
 @functools.lru_cache(maxsize=256)
 def attend_scratch_sizes(requests: int, heads: int, group: int, value_dim: int, page_capacity: int, multiprocessors: int) -> tuple[int, int]:
     """Elements of ``scratch.attend_partials`` (float32) and ``scratch.attend_tickets`` (int32) for any batch of up to ``requests`` rows."""
-    most = max(rows * heads * attend_plan(rows, heads, page_capacity, multiprocessors).splits for rows in range(1, max(requests, 1) + 1))
+    blocks = heads * head_blocks(group)
+    most = max(rows * heads * attend_plan(rows, blocks, page_capacity, multiprocessors).splits for rows in range(1, max(requests, 1) + 1))
     return most * group * (value_dim + 2), max(requests, 1) * heads

@@ -20,6 +20,8 @@ from kvskim.selectors.base import PageTables
 from kvskim.selectors.sketch import SketchTables
 
 CUDA_RECORD_BYTES = 256
+CUDA_GROUP = 16
+"""Most query heads per kv head that the CUDA kernels score."""
 
 TILE_PAGES = 16
 """Pages of a tile; chunk c of ``chunks`` handles the tiles c, c + chunks, ..."""
@@ -37,27 +39,27 @@ def sketch_scratch_bytes(requests: int, heads: int, group: int, record_bytes: in
     return requests * heads * padded_group(group) * (4 * record_bytes + 128)
 
 
-def scorer(selector: Any, kernels: str, head_dim: int) -> str:
-    """Which kernels really score: "cuda" has a scorer for 256-byte sketch records alone, everything else is scored by Triton under it."""
-    served = selector.name == "sketch" and selector.record_bytes(head_dim) == CUDA_RECORD_BYTES
+def scorer(selector: Any, kernels: str, head_dim: int, group: int = 1) -> str:
+    """Which kernels really score: "cuda" has a scorer for 256-byte sketch records and groups of up to 16, Triton scores everything else under it."""
+    served = selector.name == "sketch" and selector.record_bytes(head_dim) == CUDA_RECORD_BYTES and group <= CUDA_GROUP
     return "triton" if kernels == "cuda" and not served else kernels
 
 
 def chunk_count(requests: int, heads: int, group: int, page_capacity: int, multiprocessors: int, kernels: str) -> int:
     """The ``chunks`` dimension of ``partials`` that suits a batch."""
     tiles = max(1, ceil_div(page_capacity, TILE_PAGES))
-    if kernels == "cuda":
+    if kernels == "cuda" and group <= CUDA_GROUP:
         from kvskim.ops.cuda.score_sketch import chunk_count as cuda_chunks
 
         return cuda_chunks(requests, heads, padded_group(group), page_capacity, multiprocessors)
-    share = max(1, 8 * multiprocessors // max(1, requests * heads))
+    share = max(1, 8 * multiprocessors // max(1, requests * heads * ceil_div(group, CUDA_GROUP)))
     return min(tiles, share)
 
 
 def score(
     selector: Any, tables: Any, query: Tensor, key_cache: Tensor, records: Tensor, block_table: Tensor, seq_lens: Tensor, *, scale: float, softcap: float = 0.0,
     sink_pages: int, window_pages: int, k_scale: float = 1.0, scores: Tensor, base: Tensor, forced: Tensor, partials: Tensor,
-    scratch: ScoreScratch | None, kernels: str, overlap: bool = False, settled: bool = False,
+    scratch: ScoreScratch | None, kernels: str, full_pages: int = 0, overlap: bool = False, settled: bool = False,
 ) -> None:
     """Score the pages of every request of a decode batch.
 
@@ -73,7 +75,9 @@ def score(
         base, forced: float32 ``[R, H, padded group]``, written.
         partials: float32 ``[R, H, chunks, padded group]``, written for chunks that have a tile; chunks from `chunk_count`.
         scratch: needed by the CUDA and Triton kernels of the sketch.
-        kernels: cuda, triton or torch. The selectors other than sketch have no CUDA scorer; with "cuda" their Triton kernels run.
+        kernels: cuda, triton or torch. Selectors other than sketch, and groups of more than 16 query heads, have no CUDA scorer; with "cuda"
+            their Triton kernels run.
+        full_pages: a request of at most so many pages is attended whole, so nothing need be written for it; the CUDA kernels leave it alone.
         overlap: CUDA only: launch before the preceding kernel has ended (programmatic dependent launch).
         settled: with ``overlap``: records of candidate pages, block table and lengths were complete before the chain of overlapped launches
             began, so they may be read ahead. That holds for decode rows of one token: a page that this step completes is in the window.
@@ -89,7 +93,10 @@ def score(
     outputs: dict[str, Any] = dict(scores=scores, base=base, forced=forced, partials=partials)
     if kernels == "torch":
         score_torch(selector, tables, query, key_cache, records, block_table, seq_lens, **common, **outputs)
-    elif isinstance(tables, SketchTables) and kernels == "cuda" and tables.record_bytes == CUDA_RECORD_BYTES:
+    elif (
+        isinstance(tables, SketchTables) and kernels == "cuda" and tables.record_bytes == CUDA_RECORD_BYTES
+        and query.shape[1] // key_cache.shape[2] <= CUDA_GROUP
+    ):
         if scratch is None:
             raise ValueError("the CUDA kernels of score need scratch buffers; pass scratch")
         from kvskim.ops.cuda import score_sketch as cuda
@@ -97,11 +104,11 @@ def score(
         flags = (cuda.OVERLAP_PREVIOUS | (cuda.RECORDS_SETTLED if settled else 0)) if overlap else 0
         cuda.prepare_sketch(
             query, key_cache, tables.query_matrix, tables.slot_coefficient, tables.slot_digit, tables.mean, block_table, seq_lens,
-            scratch.sketch_weights, base, forced, scale, softcap, k_scale, sink_pages, window_pages, flags,
+            scratch.sketch_weights, base, forced, scale, softcap, k_scale, sink_pages, window_pages, full_pages, flags,
         )
         cuda.score_sketch(
             records, block_table, seq_lens, scratch.sketch_weights, forced, scores, partials, query.shape[1] // key_cache.shape[2],
-            key_cache.shape[1], sink_pages, window_pages, flags,
+            key_cache.shape[1], sink_pages, window_pages, full_pages, flags,
         )
     elif isinstance(tables, SketchTables):
         from kvskim.ops.triton.score_sketch import score_sketch

@@ -10,6 +10,15 @@ from kvskim.rules.ranking import candidate_positions, rankable
 
 PAGE_TOKENS = 16
 TILE_PAGES = 16
+PADDED_GROUPS = (4, 8, 16, 32, 64, 128)
+"""Columns of scores that the kernels take."""
+CUDA_COLUMNS = 16
+"""Most columns that the CUDA kernel is compiled for."""
+
+
+def selecting_kernels(kernels: str, columns: int) -> str:
+    """Which kernels really select scores of so many columns: under "cuda", wide groups are Triton's."""
+    return "triton" if kernels == "cuda" and columns > CUDA_COLUMNS else kernels
 
 
 def select(
@@ -30,6 +39,7 @@ def select(
     kernels: str,
     keys: Tensor | None = None,
     overlap: bool = False,
+    settled: bool = False,
 ) -> None:
     """Choose the pages that each (request, kv head) attends, and write them as a page table.
 
@@ -55,10 +65,12 @@ def select(
         pages: int32 [R, H, table_capacity], written: logical page indices, ascending, always-attended pages included.
         counts: int32 [R, H], written: entries of each table.
         covered: float32 [R, H], written: estimated mass of the attended pages; 1 where all are.
-        kernels: "cuda", "triton" or "torch".
+        kernels: "cuda", "triton" or "torch". What the CUDA kernel is not compiled for, more than 16 columns, Triton selects under "cuda" too.
         keys: float32 [R, H, page_capacity] or None: receives the ranking keys of the candidates of rows that are not attended whole.
             Scratch of the Triton kernels, which allocate it when it is None.
         overlap: CUDA only: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch).
+        settled: with ``overlap``: the lengths were complete before the chain of overlapped launches began, so they are read while the kernel
+            ahead still runs.
 
     Raises:
         ValueError: shapes, dtypes, devices or parameters do not fit together, or a table can't hold what the rule must select.
@@ -69,11 +81,11 @@ def select(
     if scores.shape[0] == 0 or scores.shape[1] == 0:
         return
     tensors = (scores, base, forced, partials, seq_lens, ready, pages, counts, covered, keys)
-    if kernels == "cuda":
+    if selecting_kernels(kernels, scores.shape[3]) == "cuda":
         from kvskim.ops.cuda.select import select_cuda
 
-        select_cuda(*tensors, group=group, rule=rule, sink_pages=sink_pages, window_pages=window_pages, overlap=overlap)
-    elif kernels == "triton":
+        select_cuda(*tensors, group=group, rule=rule, sink_pages=sink_pages, window_pages=window_pages, overlap=overlap, settled=settled)
+    elif kernels != "torch":
         from kvskim.ops.triton.select import select_triton
 
         select_triton(*tensors, group=group, rule=rule, sink_pages=sink_pages, window_pages=window_pages)
@@ -129,8 +141,8 @@ def _check(
             raise ValueError(f"scores must be floating point, not {scores.dtype}")
     elif scores.dtype != torch.float16:
         raise ValueError(f"scores must be float16 with kernels={kernels!r}, not {scores.dtype}")
-    elif padded_group not in (4, 8, 16):
-        raise ValueError(f"the padded group must be 4, 8 or 16 with kernels={kernels!r}, not {padded_group}")
+    elif padded_group not in PADDED_GROUPS:
+        raise ValueError(f"the padded group must be one of {', '.join(map(str, PADDED_GROUPS))} with kernels={kernels!r}, not {padded_group}")
     elif kernels == "cuda" and scores.data_ptr() % 16:
         raise ValueError("scores must be aligned to 16 bytes")
     if not 1 <= group <= padded_group:

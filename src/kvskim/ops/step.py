@@ -40,16 +40,20 @@ def decode_step(
     settings: StepSettings, query: Tensor, key_cache: Tensor, value_cache: Tensor, records: Tensor, block_table: Tensor, seq_lens: Tensor, *,
     ready: Tensor, workspace: Workspace, buffers: StepBuffers, out: Tensor, lse: Tensor | None = None,
 ) -> None:
-    """Sparse attention of one query token per request; the selection stays in ``buffers``. Shapes as in the three operations."""
+    """Sparse attention of one query token per request; the selection stays in ``buffers``. Shapes as in the three operations.
+
+    Latent attention: one kv head, ``value_cache`` the first channels of ``key_cache``, and the workspace made for the width of the values.
+    """
     s, b = settings, buffers
     score(
         s.selector, s.tables, query, key_cache, records, block_table, seq_lens, scale=s.scale, softcap=s.softcap, sink_pages=s.sink_pages,
         window_pages=s.window_pages, k_scale=s.k_scale, scores=b.scores, base=b.base, forced=b.forced, partials=b.partials, scratch=workspace,
-        kernels=s.kernels, overlap=s.overlap, settled=s.settled,
+        kernels=s.kernels, full_pages=s.rule.full_pages, overlap=s.overlap, settled=s.settled,
     )
     select(
         b.scores, b.base, b.forced, b.partials, seq_lens, group=workspace.group, rule=s.rule, sink_pages=s.sink_pages, window_pages=s.window_pages,
-        ready=ready, pages=b.pages, counts=b.counts, covered=b.covered, kernels=s.kernels, overlap=s.overlap,
+        ready=ready, pages=b.pages, counts=b.counts, covered=b.covered, kernels=s.kernels, keys=b.keys, overlap=s.overlap,
+        settled=s.settled,
     )
     attend(
         query, key_cache, value_cache, block_table, seq_lens, b.pages, b.counts, scale=s.scale, softcap=s.softcap, k_scale=s.k_scale, v_scale=s.v_scale,

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvskim.layout import padded_group
 from kvskim.ops.attend_plan import attend_scratch_sizes
 from kvskim.ops.score import chunk_count, sketch_scratch_bytes
+from kvskim.ops.select import selecting_kernels
 from kvskim.rules import RuleParameters
 
 
@@ -24,6 +25,8 @@ class StepBuffers:
     pages: Tensor
     counts: Tensor
     covered: Tensor
+    keys: Tensor | None = None
+    """Ranking keys; only the Triton kernels of select work in them."""
 
 
 def table_capacity(rule: RuleParameters, page_capacity: int, sink_pages: int, window_pages: int) -> int:
@@ -76,6 +79,8 @@ class Workspace:
         self._scores = torch.empty(rows * page_capacity * columns, dtype=dtype, device=device)
         self._small = torch.empty(2 * rows * columns, dtype=torch.float32, device=device)
         self._partials = torch.empty(chunks * columns, dtype=torch.float32, device=device)
+        keys = rows * page_capacity if selecting_kernels(kernels, columns) == "triton" else 0
+        self._keys = torch.empty(keys, dtype=torch.float32, device=device)
         self._pages = torch.empty(rows * self.table_capacity, dtype=torch.int32, device=device)
         self._counts = torch.empty(rows, dtype=torch.int32, device=device)
         self._covered = torch.empty(rows, dtype=torch.float32, device=device)
@@ -114,4 +119,5 @@ class Workspace:
             pages=self._pages[: rows * self.table_capacity].view(requests, heads, self.table_capacity),
             counts=self._counts[:rows].view(requests, heads),
             covered=self._covered[:rows].view(requests, heads),
+            keys=self._keys[: rows * pages].view(requests, heads, pages) if self._keys.numel() else None,
         )

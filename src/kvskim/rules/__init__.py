@@ -59,7 +59,7 @@ def apply_rule(
     - ``coverage``: the fewest pages that, with the forced share, reach the target, clamped to lo..hi; pages with
       a broken mass are all taken.
 
-    A row with n <= min_pages is taken whole, whatever the rule.
+    A row with n <= min_pages is taken whole, whatever the rule; and so is a row of a request of at most full_pages pages.
 
     Args:
         parameters: the rule. ``combine`` is not used here.
@@ -100,7 +100,7 @@ def apply_rule(
     else:
         raise ValueError(f"rule must be threshold, budget or coverage, not {parameters.rule!r}")
     wanted = torch.minimum(torch.maximum(wanted, least), most)
-    wanted = torch.where(candidates <= parameters.min_pages, candidates, wanted)
+    wanted = torch.where((candidates <= parameters.min_pages) | (total <= parameters.full_pages), candidates, wanted)
     return take(order, wanted) & candidate_positions(key, candidates)
 
 

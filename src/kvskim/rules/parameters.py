@@ -29,6 +29,7 @@ class RuleParameters:
         min_pages: fewest candidate pages attended, without sink and window pages; a request with no more candidates than this attends all.
             Always 0 with rule budget.
         max_pages: most candidate pages attended, without sink and window pages; None for no limit.
+        full_pages: a request of no more pages than this attends all of them, whatever the rule; sink, window and open page counted.
         combine: how the scores of the query heads of one kv head become one number per page.
 
     Raises:
@@ -43,6 +44,7 @@ class RuleParameters:
     min_pages: int = DEFAULT_MIN_PAGES
     max_pages: int | None = None
     combine: CombineName = "softmax"
+    full_pages: int = 0
 
     def __post_init__(self) -> None:
         if self.rule not in RULE_NAMES:

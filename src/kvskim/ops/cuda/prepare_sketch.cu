@@ -54,12 +54,13 @@ extern "C" int64_t kvskim_sketch_weight_bytes(int requests, int heads, int group
 // query [R, H G, D] of query_type (kBFloat16, kFloat16), strides in elements; key_cache of the same type or of kFloat8E4M3.
 // Pointers that are read in 16 bytes (query rows, key rows, query_matrix, mean, weights) must be so aligned, slot tables to 8; dim a
 // multiple of 32. Rows of query_matrix that no coefficient uses must be zero. Queries of padded rows (length 0) are read but not used.
+// A request of at most full_pages pages is attended whole and not scored: nothing need be written for it.
 extern "C" int kvskim_prepare_sketch(const void* query, int64_t query_row_stride, int64_t query_head_stride, int query_type,
                                      const void* query_matrix, const void* slot_coefficient, const void* slot_digit, const void* mean,
                                      const void* key_cache, int64_t key_block_stride, int64_t key_token_stride, int64_t key_head_stride,
                                      int key_type, const void* block_table, int64_t block_table_stride, const void* seq_lens, void* weights,
                                      void* base, void* forced, int requests, int heads, int group, int dim, int page_shift, int sink_pages,
-                                     int window_pages, float scale, float softcap, float key_scale, int flags, void* stream) {
+                                     int window_pages, int full_pages, float scale, float softcap, float key_scale, int flags, void* stream) {
   using namespace kvskim;
   if (requests == 0 || heads == 0) return cudaSuccess;
   if (group < 1 || group > 16 || dim < 32 || dim % 32 || window_pages < 1 || sink_pages < 0) return cudaErrorInvalidValue;
@@ -75,7 +76,7 @@ extern "C" int kvskim_prepare_sketch(const void* query, int64_t query_row_stride
                            key_block_stride, key_token_stride, key_head_stride, static_cast<const int*>(block_table), block_table_stride,
                            static_cast<const int*>(seq_lens), static_cast<uint8_t*>(weights), reinterpret_cast<float4*>(scales),
                            static_cast<float*>(base), static_cast<float*>(forced), requests, heads, group, dim, page_shift, sink_pages,
-                           window_pages, (flags & kRecordsSettled) != 0, column_shift, forced_requests, ceil_div(requests, forced_requests),
+                           window_pages, full_pages, (flags & kRecordsSettled) != 0, column_shift, forced_requests, ceil_div(requests, forced_requests),
                            key_type == kFloat8E4M3, scale, softcap, key_scale, bundles};
   const auto s = static_cast<cudaStream_t>(stream);
   return query_type == kFloat16 ? launch_sliced<true>(p, flags, s) : launch_sliced<false>(p, flags, s);

@@ -68,7 +68,7 @@ struct PrepareArguments {
   uint8_t* weights;
   float4* scales;
   float *base, *forced;                // [R, H, padded group]
-  int requests, heads, group, dim, page_shift, sink_pages, window_pages, settled;
+  int requests, heads, group, dim, page_shift, sink_pages, window_pages, full_pages, settled;
   int column_shift;                    // log2 of the padded group
   int forced_requests, forced_roles;   // requests of a CTA of always-attended pages (1 or 2); such CTAs per head
   int float8;                          // keys are float8

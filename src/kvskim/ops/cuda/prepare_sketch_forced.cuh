@@ -68,7 +68,8 @@ __device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int ro
   const float* mean = p.mean + head * p.dim;
   if (32 * tid < p.dim) asm volatile("prefetch.global.L2 [%0];" ::"l"(mean + 32 * tid));
   if (!p.settled) wait_previous_kernel();
-  const int length = request < p.requests && start < stride ? p.seq_lens[request] : 0;
+  int length = request < p.requests && start < stride ? p.seq_lens[request] : 0;
+  if (ceil_div(length, kPageTokens) <= p.full_pages) length = 0;  // not scored: as if it were padding
   const int pages = length > 0 ? ceil_div(length, kPageTokens) : 0, first = min(p.sink_pages, pages), last = min(p.window_pages, pages - first);
   const BlockTable table{p.block_table + request * p.block_table_stride, p.page_shift};
   auto page_of = [&](int i) { return i < first ? i : pages - last + (i - first); };

@@ -42,6 +42,14 @@ __device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int b
   const bool used = own.slot >= 0;
   const int64_t slot = head * kSlots + own.slot + sketch::unit_slots * unit;  // the first of this warp's rows, and of its slots
 
+  // Nobody reads the weights of requests that are attended whole. Not worth a load after the wait for the kernel ahead.
+  if (p.settled && p.full_pages > 0) {
+    bool scored = false;
+    for (int r = first_column >> p.column_shift; r << p.column_shift < first_column + kColumns && r < p.requests; ++r)
+      scored |= ceil_div(p.seq_lens[r], kPageTokens) > p.full_pages;
+    if (!scored) return wait_previous_kernel();
+  }
+
   // Everything that does not depend on the query, before the kernel ahead of this one has ended. Rows past the mode's coefficient count
   // are zero, so the count is not needed.
   uint4 a[2][kSteps];

@@ -26,7 +26,7 @@ struct ScoreArguments {
   const float* forced;     // [R, H, Gp]
   __half* scores;          // [R, H, capacity, Gp]
   float* partials;         // [R, H, chunks, Gp]
-  int requests, heads, capacity, chunks, page_shift, sink_pages, window_pages, settled;
+  int requests, heads, capacity, chunks, page_shift, sink_pages, window_pages, full_pages, settled;
 };
 
 template <class Body, int... I>
@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   const int index = blockIdx.x * kWarps + warp, rest = index / p.heads;
   const int head = index - rest * p.heads, request = rest / p.chunks, chunk = rest - request * p.chunks;
   if (!p.settled) wait_previous_kernel();
-  const int pages = request < p.requests ? ceil_div(p.seq_lens[request], kPageTokens) - p.window_pages : 0;
+  const int total = request < p.requests ? ceil_div(p.seq_lens[request], kPageTokens) : 0;
+  const int pages = total > p.full_pages ? total - p.window_pages : 0;
   // Even a warp without work waits: the end of this grid must mean that the kernel ahead has ended too, for the one behind reads its results.
   if (chunk * kTilePages >= pages) return wait_previous_kernel();
   const int row = request * p.heads + head;
@@ -291,10 +292,11 @@ extern "C" int kvskim_score_sketch_chunks(int requests, int heads, int padded, i
 }
 
 // records [N, H, 256]; scores fp16 [R, H, capacity, Gp], Gp = the group padded to 4, 8 or 16; partials float32 [R, H, chunks, Gp].
-// weights and forced as kvskim_prepare_sketch wrote them.
+// weights and forced as kvskim_prepare_sketch wrote them. A request of at most full_pages pages is left alone.
 extern "C" int kvskim_score_sketch(const void* records, const void* block_table, int64_t block_table_stride, const void* seq_lens,
                                    const void* weights, const void* forced, void* scores, void* partials, int requests, int heads, int group,
-                                   int capacity, int chunks, int page_shift, int sink_pages, int window_pages, int flags, void* stream) {
+                                   int capacity, int chunks, int page_shift, int sink_pages, int window_pages, int full_pages, int flags,
+                                   void* stream) {
   using namespace kvskim;
   if (requests == 0 || heads == 0 || capacity == 0) return cudaSuccess;
   if (group < 1 || group > 16 || chunks < 1 || window_pages < 1 || sink_pages < 0) return cudaErrorInvalidValue;
@@ -304,7 +306,7 @@ extern "C" int kvskim_score_sketch(const void* records, const void* block_table,
   const ScoreArguments p{static_cast<const uint8_t*>(records), static_cast<const int*>(block_table), block_table_stride,
                          static_cast<const int*>(seq_lens), static_cast<const uint8_t*>(weights), reinterpret_cast<const float4*>(scales),
                          static_cast<const float*>(forced), static_cast<__half*>(scores), static_cast<float*>(partials), requests, heads,
-                         capacity, chunks, page_shift, sink_pages, window_pages, (flags & kRecordsSettled) != 0};
+                         capacity, chunks, page_shift, sink_pages, window_pages, full_pages, (flags & kRecordsSettled) != 0};
   const auto s = static_cast<cudaStream_t>(stream);
   if (padded == 4) return launch_score<4, 1, true, resident_ctas(4)>(p, flags, s);
   if (padded == 8) return launch_score<8, 1, false, resident_ctas(8)>(p, flags, s);

@@ -24,11 +24,11 @@ _chunks = value_function("kvskim_score_sketch_chunks", (INT, INT, INT, INT, INT)
 _prepare = function(
     "kvskim_prepare_sketch",
     (POINTER, LONG, LONG, INT, POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, INT, POINTER, LONG, POINTER,
-     POINTER, POINTER, POINTER, INT, INT, INT, INT, INT, INT, INT, FLOAT, FLOAT, FLOAT, INT, STREAM),
+     POINTER, POINTER, POINTER, INT, INT, INT, INT, INT, INT, INT, INT, FLOAT, FLOAT, FLOAT, INT, STREAM),
 )
 _score = function(
     "kvskim_score_sketch",
-    (POINTER, POINTER, LONG, POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT, INT, INT, INT, INT, INT, STREAM),
+    (POINTER, POINTER, LONG, POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT, INT, INT, INT, INT, INT, INT, STREAM),
 )
 
 
@@ -53,7 +53,7 @@ def _page_shift(block_size: int) -> int:
 def prepare_sketch(
     query: Tensor, key_cache: Tensor, query_matrix: Tensor, slot_coefficient: Tensor, slot_digit: Tensor, mean: Tensor,
     block_table: Tensor, seq_lens: Tensor, weights: Tensor, base: Tensor, forced: Tensor, scale: float, softcap: float,
-    k_scale: float, sink_pages: int, window_pages: int, flags: int,
+    k_scale: float, sink_pages: int, window_pages: int, full_pages: int, flags: int,
 ) -> None:
     """Weights of all record digits, score of the mean key (``base``), exact log-mass of the always-attended pages minus it (``forced``).
 
@@ -65,6 +65,7 @@ def prepare_sketch(
         weights: uint8 scratch of ``weight_bytes``. base, forced: float32 ``[R, H, Gp]``. Rows of ``base`` and ``forced`` with
             length 0 are left as they are; their queries are read but not used.
         softcap: 0 for none.
+        full_pages: requests of at most so many pages are left alone.
         flags: OVERLAP_PREVIOUS, RECORDS_SETTLED.
     """
     heads, dim = mean.shape
@@ -78,14 +79,14 @@ def prepare_sketch(
         pointer(slot_coefficient), pointer(slot_digit), pointer(mean), pointer(key_cache), key_cache.stride(0), key_cache.stride(1),
         key_cache.stride(2), ELEMENT_TYPES[key_cache.dtype], pointer(block_table), block_table.stride(0), pointer(seq_lens), pointer(weights),
         pointer(base), pointer(forced), requests, heads, query.shape[1] // heads, dim, _page_shift(key_cache.shape[1]), sink_pages,
-        window_pages, scale, softcap, k_scale, flags, stream(query.device),
+        window_pages, full_pages, scale, softcap, k_scale, flags, stream(query.device),
     )
 
 
 @operator("cuda_score_sketch", mutates=("scores", "partials"))
 def score_sketch(
     records: Tensor, block_table: Tensor, seq_lens: Tensor, weights: Tensor, forced: Tensor, scores: Tensor, partials: Tensor,
-    group: int, block_size: int, sink_pages: int, window_pages: int, flags: int,
+    group: int, block_size: int, sink_pages: int, window_pages: int, full_pages: int, flags: int,
 ) -> None:
     """Log-mass of every page but the window's, minus ``base``, and the sums of exp(score - forced) of each chunk of pages.
 
@@ -93,11 +94,12 @@ def score_sketch(
         records: uint8 ``[N, H, 256]`` contiguous, by physical page.
         weights, forced: as `prepare_sketch` wrote them.
         scores: float16 ``[R, H, page_capacity, Gp]`` contiguous. partials: float32 ``[R, H, chunks, Gp]``.
+        full_pages: requests of at most so many pages are left alone.
         flags: OVERLAP_PREVIOUS, RECORDS_SETTLED.
     """
     requests, heads, capacity, _ = scores.shape
     _score(
         pointer(records), pointer(block_table), block_table.stride(0), pointer(seq_lens), pointer(weights), pointer(forced),
         pointer(scores), pointer(partials), requests, heads, group, capacity, partials.shape[2], _page_shift(block_size), sink_pages,
-        window_pages, flags, stream(scores.device),
+        window_pages, full_pages, flags, stream(scores.device),
     )

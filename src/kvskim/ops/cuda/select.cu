@@ -4,13 +4,16 @@
 // length; blocks without pages return at once. Per block:
 //   1. add up the partial sums of the score kernel: the normaliser of every query head;
 //   2. read the scores once; the ranking key of every page (its group-mean mass) stays in shared memory;
-//   3. find the cut: for a threshold within its limits a count is all it takes, otherwise select_descent.cuh;
+//   3. find what is selected: for a threshold within its limits a count is all it takes; the best k are found by select_search.cuh; how many
+//      they are under the rule coverage, by select_descent.cuh;
 //   4. prefix sums over warps and blocks, then write the selected pages in ascending order.
+// What limits it is latency: of two loads in a row, of about 2000 exponentials per block, and of each exchange among blocks.
 // The rules are those of kvskim/rules; equal keys are taken in page order. Whatever the inputs, nothing is written beyond
 // table_capacity entries of a table.
 #include "common.cuh"
 #include "select_descent.cuh"
 #include "select_scores.cuh"
+#include "select_search.cuh"
 
 namespace kvskim::selection {
 
@@ -20,9 +23,9 @@ enum Combine { SOFTMAX = 0, PEAK = 1, MAXIMUM = 2 };
 constexpr int TILE_PAGES = 16;
 constexpr int FRACTION_BITS = 40;
 constexpr long long FRACTION_SLACK = 1 << 20;
-// Up to so many pages one block is faster alone than with others.
+// Up to so many pages one block is faster alone than with others, and fewer than so many are not worth a block of a cluster.
 constexpr int PAGES_ALONE = 2048;
-constexpr int PAGES_PER_BLOCK = 32768;
+constexpr int LEAST_PAGES = 1024;
 
 struct Parameters {
     const __half* scores;    // [requests, heads, page_capacity, padded group]
@@ -42,7 +45,9 @@ struct Parameters {
     float tau;
     int budget_pages, min_pages, limit;  // limit: most candidates, from max_pages and table_capacity
     int sink, window;
+    int full_pages;               // a request of at most so many pages is attended whole
     int cluster, block_capacity;  // blocks per cluster, pages that fit in the shared memory of one
+    bool settled;                 // the lengths may be read before the kernel ahead has ended
 };
 
 __device__ __forceinline__ int budget_of(const Parameters& p, int total_pages) {
@@ -52,28 +57,43 @@ __device__ __forceinline__ int budget_of(const Parameters& p, int total_pages) {
     return static_cast<int>(max(pages - p.sink - p.window, 0ll));
 }
 
-template <int GROUP, bool IS_SOFTMAX, bool BY_MASS, int THREADS>
-__global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) select_kernel(const __grid_constant__ Parameters p) {
-    constexpr int WARPS = THREADS / 32;
-    constexpr int UNROLL = 4;
-    __shared__ Shared<WARPS> shared;
-    extern __shared__ __align__(16) float keys[];  // [block_capacity], then the histograms and lists
+// RESIDENT: blocks that share a processor. One has registers to load all pages of a thread, mostly, before the first is needed.
+template <int GROUP, bool IS_SOFTMAX, bool BY_MASS, int RESIDENT>
+__global__ void __launch_bounds__(THREADS, RESIDENT) select_kernel(const __grid_constant__ Parameters p) {
+    constexpr int UNROLL = GROUP < 16 && RESIDENT == 1 ? 8 : 4;
+    constexpr int TOGETHER = 2;                   // pages of a thread that are turned into keys together
+    constexpr int EARLY = RESIDENT == 1 ? 8 : 4;  // partial sums of a thread that are loaded before the length of the request is known
+    __shared__ Shared shared;
+    extern __shared__ __align__(16) float keys[];  // [block_capacity], then what the search or the descent needs
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    SearchShared& search = *reinterpret_cast<SearchShared*>(keys + p.block_capacity);
+    uint8_t* inbox = reinterpret_cast<uint8_t*>(&search + 1);
     uint32_t* bins = reinterpret_cast<uint32_t*>(keys + p.block_capacity);
-    const Histograms histograms = {bins, bins + ALL_BINS, bins + 2 * ALL_BINS, reinterpret_cast<float*>(bins + ALL_BINS + BINS),
-                                   bins + ALL_BINS};
+    const Histograms histograms = {bins, bins + ALL_DESCENT_BINS, bins + 2 * ALL_DESCENT_BINS};
+    constexpr int ZEROS = BY_MASS ? 3 * ALL_DESCENT_BINS : PASSES * BINS;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (BY_MASS ? 3 * ALL_BINS : BINS) / 4; i += THREADS) reinterpret_cast<uint4*>(bins)[i] = uint4{0, 0, 0, 0};
-    if (!BY_MASS && p.cluster > 1) {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < BINS / 4; i += THREADS) reinterpret_cast<uint4*>(histograms.merged)[i] = uint4{0, 0, 0, 0};
+    for (int i = threadIdx.x; i < ZEROS / 4; i += THREADS) reinterpret_cast<uint4*>(bins)[i] = uint4{0, 0, 0, 0};
+    if (threadIdx.x == 0) {
+        if (!BY_MASS) search.own_length = 0;
+        if (p.cluster > 1) {
+            for (Arrival& arrival : shared.tallies_arrive) prepare(arrival);
+            if (!BY_MASS)
+                for (Arrival& arrival : search.histograms_arrive) prepare(arrival);
+            publish_arrivals();
+        }
     }
-    if (threadIdx.x == 0) shared.list_length = shared.list_total = 0;
-    // Every block of a cluster must have come so far before anything is written into its shared memory.
-    if (p.cluster > 1) __cluster_barrier_arrive();
+    // Every block of a cluster must have come so far before anything is written into its shared memory. The descent writes into what was
+    // zeroed here, so with it the zeros must be visible too.
+    if (p.cluster > 1) {
+        if constexpr (BY_MASS) __cluster_barrier_arrive();
+        else arrive_at_start();
+    }
     const auto wait_for_start = [&]() {
-        if (p.cluster > 1) __cluster_barrier_wait();
+        if (p.cluster == 1) return;
+        if constexpr (BY_MASS) __cluster_barrier_wait();
+        else wait_for_all_at_start();
     };
+    int seq_len = p.settled ? p.seq_lens[blockIdx.z] : 0;
     wait_previous_kernel();
 
     const int row = blockIdx.z * p.heads + blockIdx.y;
@@ -84,12 +104,19 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
         for (int u = 0; u < UNROLL; ++u) {
             const int i = first + 32 * u + lane;
             if (i < end) loaded[u].load(scores + static_cast<size_t>(i) * GROUP);
+            else loaded[u] = {};
         }
     };
     // Everything that can be on its way before the length is known: it lies within the buffers, and what is beyond the length is not used.
-    const int seq_len = p.seq_lens[blockIdx.z], ready = *p.ready;
+    if (!p.settled) seq_len = p.seq_lens[blockIdx.z];
+    const int ready = *p.ready;
     const float* partials = p.partials + static_cast<size_t>(row) * p.chunks * GROUP;
-    const float first_partial = threadIdx.x < min(p.chunks * GROUP, SUMMING_THREADS) ? partials[threadIdx.x] : 0.0f;
+    float early[EARLY];
+#pragma unroll
+    for (int i = 0; i < EARLY; ++i) {
+        const int at = threadIdx.x + i * THREADS;
+        early[i] = at < p.chunks * GROUP ? partials[at] : 0.0f;
+    }
     const float own_forced = warp < GROUP && lane == 0 ? p.forced[row * GROUP + warp] : 0.0f;
     const bool by_capacity = p.cluster == 1 && p.block_capacity <= UNROLL * THREADS;
     int per_warp = (p.block_capacity + THREADS - 1) / THREADS * 32;
@@ -98,7 +125,7 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     const int candidates = min(total_pages - p.window, p.page_capacity) - p.sink;
     const int most = min(candidates, p.limit);
     const int budget = p.rule == BUDGET ? min(budget_of(p, total_pages), most) : -1;
-    const bool whole = total_pages == 0 || candidates <= p.min_pages || budget == candidates || ready == 0;
+    const bool whole = total_pages <= p.full_pages || candidates <= p.min_pages || budget == candidates || ready == 0;
     Place place = {static_cast<int>(blockIdx.x), 1};
     if (whole) {
         wait_for_start();
@@ -112,7 +139,7 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     // This block's pages, and within them each warp's: both contiguous, so that page order is rank, warp, iteration, lane.
     int per_block = candidates;
     if (p.cluster > 1) {
-        per_block = (max((candidates + p.cluster - 1) / p.cluster, PAGES_ALONE) + 31) / 32 * 32;
+        per_block = (max((candidates + p.cluster - 1) / p.cluster, LEAST_PAGES) + 31) / 32 * 32;
         per_block = min(per_block, p.block_capacity);
         place.active = (candidates + per_block - 1) / per_block;
         if (place.rank >= place.active) {
@@ -130,50 +157,70 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
     // The first scores are on their way while the partial sums are added up.
     if (!by_capacity) load(warp_begin, warp_end);
     const int chunks = min(p.chunks, (total_pages - p.window + TILE_PAGES - 1) / TILE_PAGES);
-    reduce_partials<GROUP, THREADS>(shared, partials, first_partial, own_forced, chunks, p.group);
+    reduce_partials<GROUP, EARLY>(shared, partials, early, own_forced, chunks, p.group);
 
-    Weights<GROUP> weights(p.group);
+    Weights<GROUP> weights;
     auto use_mass = [&]() {
+        float smallest = INFINITE;
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
-            weights.offset[g] = g < p.group ? shared.forced[g] : 0.0f;
-            weights.weight[g] = g < p.group ? shared.weight[g] : 0.0f;
+            const float offset = g < p.group ? shared.forced[g] : 0.0f;
+            weights.set(g, offset, g < p.group ? shared.weight[g] : 0.0f);
+            if (g < p.group) smallest = min_nan(smallest, offset);
         }
+        weights.finish(smallest);
     };
     if constexpr (IS_SOFTMAX) {
         use_mass();
     } else {
-#pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-            weights.offset[g] = g < p.group ? p.base[row * GROUP + g] : 0.0f;
-            weights.weight[g] = g < p.group ? 1.0f : 0.0f;
-        }
         wait_for_start();
-        if (p.combine == PEAK) find_peaks<GROUP, THREADS>(shared, place, scores, length, weights);
+        if (p.combine == PEAK) {
+            find_peaks<GROUP>(shared, place, scores, length, p.group, weights);
+        } else {
+#pragma unroll
+            for (int g = 0; g < GROUP; ++g) weights.shift[g] = g < p.group ? p.base[row * GROUP + g] : 0.0f;
+        }
     }
     const bool is_signed = !IS_SOFTMAX && p.combine == MAXIMUM;
+    // A mass is below 1, a sum over the group of exponentials of at most 1 below 16.
+    const FirstBins first_bins = FirstBins::choose(is_signed, IS_SOFTMAX ? 0 : 4);
 
-    // Keys. A threshold counts the pages that reach it on the way; coverage counts the broken ones, which it takes in any case.
+    // Keys. A threshold counts the pages that reach it on the way; coverage counts the broken ones, which it takes in any case; a budget
+    // always needs the search, and its first histogram is made on the way.
+    const bool counted = !BY_MASS && p.rule == BUDGET;
     const float count_from = !BY_MASS && p.rule == THRESHOLD ? p.tau : INFINITE;
-    const bool counted = !BY_MASS && p.rule == BUDGET;  // a budget always needs the search: its first pass is done on the way
-    Tally tally = {0, 0, 0.0f};
+    Rows rows;
+    float mass = 0.0f;
 #pragma unroll 1
     for (int first = warp_begin; first < warp_end; first += 32 * UNROLL) {
-        if (first != warp_begin) load(first, warp_end);
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const int i = first + 32 * u + lane;
-            if (i >= warp_end) continue;
-            float key = is_signed ? weights.maximum(loaded[u], p.group) : weights.sum(loaded[u]);
-            key = key < INFINITE ? key : INFINITE;  // NaN too
-            if (!is_signed) key = fmaxf(key, 0.0f);  // what the descent relies on, even if the partial sums are nonsense
-            keys[i] = key;
-            if (counted) count_key<BY_MASS>(histograms, Pass{0}, ordered_bits(key, is_signed), key);
-            if (key >= count_from) {
-                ++tally.above;
-                tally.mass += key < INFINITE ? key : 0.0f;
+        for (int u = 0; u < UNROLL; u += TOGETHER) {
+            if (first + 32 * u >= warp_end) break;
+            float together[TOGETHER];
+            if (is_signed) {
+#pragma unroll
+                for (int t = 0; t < TOGETHER; ++t) together[t] = weights.maximum(loaded[u + t], p.group);
+            } else {
+                weights.template sums<TOGETHER>(&loaded[u], p.group, together);
             }
-            if (p.keys_out) p.keys_out[static_cast<size_t>(row) * p.page_capacity + p.sink + begin + i] = key;
+#pragma unroll
+            for (int t = 0; t < TOGETHER; ++t) {
+                const int i = first + 32 * (u + t) + lane, next = i + 32 * UNROLL;
+                if (next < warp_end) loaded[u + t].load(scores + static_cast<size_t>(next) * GROUP);
+                float key = together[t] < INFINITE ? together[t] : INFINITE;  // NaN too
+                if (!is_signed) key = fmaxf(key, 0.0f);  // what the searches rely on, even if the partial sums are nonsense
+                const bool valid = i < warp_end;
+                if (valid) {
+                    keys[i] = key;
+                    if (counted) atomicAdd(&search.bins[0][first_bins.bin(ordered_bits(key, is_signed))], 1u);
+                    if (p.keys_out) p.keys_out[static_cast<size_t>(row) * p.page_capacity + p.sink + begin + i] = key;
+                }
+                if (!counted) {
+                    const bool reaches = valid && key >= count_from;
+                    rows.keep((first - warp_begin) / 32 + u + t, __ballot_sync(0xffffffffu, reaches));
+                    mass += reaches && key < INFINITE ? key : 0.0f;
+                }
+            }
         }
     }
     allow_next_kernel();
@@ -185,41 +232,28 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
         return share < INFINITE ? share : 0.0f;
     };
 
-    Totals totals = {{0, 0, 0.0f}, 0, 0};
-    if (p.rule != BUDGET) totals = total<WARPS>(shared, place, 0, tally);
-    Goal goal = {min(p.min_pages, most), most, 0};
-    Cut cut = {p.tau, 0x40000000, totals.all.above};
-    bool search = true;
-    if (BY_MASS) {
-        goal.least = min(max(goal.least, totals.all.above), goal.most);
-        goal.target = p.target;
-    } else if (p.rule == THRESHOLD) {
-        search = cut.count < goal.least || cut.count > goal.most;
-        goal.least = goal.most = min(max(cut.count, goal.least), goal.most);
-    } else {
-        goal.least = goal.most = budget;
-    }
-    float extra_mass = 0.0f;
-    if (search) {
+    Selection selection = {Rows{}, 0, 0, 0.0f};
+    if constexpr (BY_MASS) {
+        const int broken = total(shared, place, COUNTING, {rows.count(), 0, mass, 0}).all.above;
+        const Goal goal = {min(max(min(p.min_pages, most), broken), most), most, p.target};
+        const unsigned long long forced_mass = fixed_mass(forced_share());
         __syncthreads();
-        const unsigned long long forced_mass = BY_MASS ? fixed_mass(forced_share()) : 0;
-        if (goal.reached(0, forced_mass)) {
-            cut = {INFINITE, 0, 0};
-        } else {
-            cut = find_cut<THREADS, BY_MASS>(shared, place, histograms, goal, keys, length, is_signed, counted, forced_mass);
+        Cut cut = {INFINITE, 0, 0};
+        if (!goal.reached(0, forced_mass)) cut = find_cut(shared, place, histograms, goal, keys, length, forced_mass);
+        selection = rows_of_cut(shared, place, cut, keys, warp_begin, warp_end);
+    } else {
+        int count = budget;
+        bool found = false;
+        if (p.rule == THRESHOLD) {
+            const Totals totals = total(shared, place, COUNTING, {rows.count(), 0, mass, 0});
+            count = min(max(totals.all.above, p.min_pages), most);
+            found = count == totals.all.above;
+            if (found) selection = {rows, totals.above_before, count, totals.all.mass};
         }
-        tally = {0, 0, 0.0f};
-#pragma unroll 2
-        for (int i = warp_begin + lane; i < warp_end; i += 32) {
-            const float key = keys[i];
-            tally.above += key > cut.key;
-            tally.equal += key == cut.key;
-            tally.mass += key > cut.key && key < INFINITE ? key : 0.0f;
-        }
-        totals = total<WARPS>(shared, place, 1, tally);
-        extra_mass = cut.key < INFINITE ? cut.equals * cut.key : 0.0f;
+        if (!found && count > 0)
+            selection = select_best(shared, search, inbox, place, keys, warp_begin, warp_end, begin, first_bins, is_signed, counted, count);
     }
-    if (cut.count >= candidates) {
+    if (selection.count >= candidates) {
         if (place.rank == 0 && threadIdx.x == 0) {
             p.counts[row] = total_pages;
             p.covered[row] = 1.0f;
@@ -233,48 +267,32 @@ __global__ void __launch_bounds__(THREADS, GROUP == 16 ? 1 : 1024 / THREADS) sel
 #pragma unroll 1
         for (int i = threadIdx.x; i < p.sink; i += THREADS) table[i] = i;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < p.window; i += THREADS) table[p.sink + cut.count + i] = total_pages - p.window + i;
-        if (threadIdx.x == 0) p.counts[row] = p.sink + cut.count + p.window;
+        for (int i = threadIdx.x; i < p.window; i += THREADS) table[p.sink + selection.count + i] = total_pages - p.window + i;
+        if (threadIdx.x == 0) p.counts[row] = p.sink + selection.count + p.window;
     }
-    const uint32_t lower_lanes = (1u << lane) - 1;
-    int equals_left = max(cut.equals - totals.equal_before, 0);
-    int position = p.sink + totals.above_before + min(totals.equal_before, cut.equals);
-    float mass = 0.0f;
+    mass = 0.0f;
     if constexpr (!IS_SOFTMAX) use_mass();
-#pragma unroll 2
-    for (int first = warp_begin; first < warp_end; first += 32) {
-        const int i = first + lane;
-        const float key = i < warp_end ? keys[i] : -INFINITE;
-        const bool is_equal = i < warp_end && key == cut.key;
-        const uint32_t equal_lanes = __ballot_sync(0xffffffffu, is_equal);
-        const bool selected = key > cut.key || (is_equal && __popc(equal_lanes & lower_lanes) < equals_left);
-        const uint32_t selected_lanes = __ballot_sync(0xffffffffu, selected);
-        if (selected) {
-            table[position + __popc(selected_lanes & lower_lanes)] = p.sink + begin + i;
-            if constexpr (!IS_SOFTMAX) {
-                Page<GROUP> page;
-                page.load(scores + static_cast<size_t>(i) * GROUP);
-                const float of_page = weights.sum(page);
-                mass += of_page < INFINITE ? of_page : 0.0f;
-            }
+    write_rows(selection, table + p.sink, p.sink + begin + warp_begin, [&](int index) {
+        if constexpr (!IS_SOFTMAX) {
+            Page<GROUP> page;
+            page.load(scores + static_cast<size_t>(warp_begin + index) * GROUP);
+            const float of_page = weights.careful_sum(page, p.group);
+            mass += of_page < INFINITE ? of_page : 0.0f;
         }
-        position += __popc(selected_lanes);
-        equals_left = max(equals_left - __popc(equal_lanes), 0);
-    }
-    if constexpr (!IS_SOFTMAX) {
-        totals = total<WARPS>(shared, place, 2, {0, 0, mass});
-        extra_mass = 0.0f;
-    }
+    });
+    if constexpr (!IS_SOFTMAX) selection.mass = total(shared, place, WEIGHING, {0, 0, mass, 0}).all.mass;
     if (place.rank == 0 && warp == 0) {
         const float share = forced_share();
-        if (lane == 0) p.covered[row] = share + totals.all.mass + extra_mass;
+        if (lane == 0) p.covered[row] = share + selection.mass;
     }
 }
 
-template <int GROUP, bool IS_SOFTMAX, bool BY_MASS, int THREADS>
+template <int GROUP, bool IS_SOFTMAX, bool BY_MASS, int RESIDENT>
 cudaError_t launch_kernel(const Parameters& p, int requests, bool overlap, cudaStream_t stream) {
-    const auto kernel = select_kernel<GROUP, IS_SOFTMAX, BY_MASS, THREADS>;
-    const int bytes = (p.block_capacity + (BY_MASS ? 3 * ALL_BINS : ALL_BINS + BINS + 2 * LIST_KEYS)) * static_cast<int>(sizeof(float));
+    const auto kernel = select_kernel<GROUP, IS_SOFTMAX, BY_MASS, RESIDENT>;
+    const int bytes = p.block_capacity * static_cast<int>(sizeof(float)) +
+                      (BY_MASS ? 3 * ALL_DESCENT_BINS * static_cast<int>(sizeof(uint32_t))
+                               : static_cast<int>(sizeof(SearchShared)) + inbox_bytes(p.cluster));
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error == cudaSuccess && p.cluster > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
@@ -293,11 +311,13 @@ cudaError_t launch_kernel(const Parameters& p, int requests, bool overlap, cudaS
     return cudaLaunchKernelEx(&config, kernel, p);
 }
 
-template <int GROUP, bool IS_SOFTMAX, int THREADS>
-cudaError_t launch(const Parameters& p, int requests, bool overlap, cudaStream_t stream) {
-    if constexpr (IS_SOFTMAX)
-        if (p.rule == COVERAGE) return launch_kernel<GROUP, true, true, THREADS>(p, requests, overlap, stream);
-    return launch_kernel<GROUP, IS_SOFTMAX, false, THREADS>(p, requests, overlap, stream);
+template <int GROUP>
+cudaError_t launch(const Parameters& p, int requests, bool crowded, bool overlap, cudaStream_t stream) {
+    constexpr int SEVERAL = GROUP == 16 ? 1 : 2;
+    if (p.combine != SOFTMAX) return launch_kernel<GROUP, false, false, SEVERAL>(p, requests, overlap, stream);
+    if (p.rule == COVERAGE) return launch_kernel<GROUP, true, true, SEVERAL>(p, requests, overlap, stream);
+    if (crowded) return launch_kernel<GROUP, true, false, SEVERAL>(p, requests, overlap, stream);
+    return launch_kernel<GROUP, true, false, 1>(p, requests, overlap, stream);
 }
 
 // Blocks per cluster: enough for the shared memory, and then as many as fill the processors while each has pages to work on.
@@ -319,7 +339,7 @@ extern "C" int kvskim_select(const void* scores, const float* base, const float*
                              const int* ready, int* pages, int* counts, float* covered, float* keys_out, int requests, int heads,
                              int page_capacity, int group, int padded_group, int chunks, int table_capacity, int rule, int combine, float tau,
                              int budget_pages, long long fraction, long long coverage, int min_pages, int max_pages, int sink, int window,
-                             int cluster, int flags, cudaStream_t stream) {
+                             int full_pages, int cluster, int flags, cudaStream_t stream) {
     using namespace kvskim::selection;
     const int rows = requests * heads;
     if (rows == 0) return cudaSuccess;
@@ -332,7 +352,7 @@ extern "C" int kvskim_select(const void* scores, const float* base, const float*
     const int per_block = is_power ? ((page_capacity + cluster - 1) / cluster + 31) / 32 * 32 : 0;
     const int room = table_capacity - sink - window;
     if (!is_power || cluster > MAX_CLUSTER || per_block > PAGES_PER_BLOCK || room < 0 || group < 1 || group > padded_group || sink < 0 ||
-        window < 1 || min_pages < 0 || page_capacity < 1 || (combine != SOFTMAX && rule != BUDGET))
+        window < 1 || min_pages < 0 || full_pages < 0 || page_capacity < 1 || (combine != SOFTMAX && rule != BUDGET))
         return cudaErrorInvalidValue;
     Parameters p;
     p.scores = static_cast<const __half*>(scores);
@@ -343,21 +363,15 @@ extern "C" int kvskim_select(const void* scores, const float* base, const float*
     p.rule = rule, p.combine = combine, p.tau = tau;
     p.budget_pages = budget_pages, p.min_pages = min_pages;
     p.limit = rule != BUDGET && max_pages >= 0 && max_pages < room ? max_pages : room;
-    p.sink = sink, p.window = window, p.cluster = cluster;
+    p.sink = sink, p.window = window, p.full_pages = full_pages, p.cluster = cluster;
     const int alone = page_capacity < PAGES_ALONE ? (page_capacity + 31) / 32 * 32 : PAGES_ALONE;
     p.block_capacity = per_block > alone ? per_block : alone;
-    const bool softmax = combine == SOFTMAX, overlap = flags & kvskim::kOverlapPrevious;
-    // With more blocks than processors, two smaller ones share a processor; and few pages keep no more threads busy.
-    const bool small = rows * cluster > processors || p.block_capacity <= PAGES_ALONE;
+    p.settled = flags & kvskim::kRecordsSettled;
+    const bool overlap = flags & kvskim::kOverlapPrevious, crowded = rows * cluster > processors;
     switch (padded_group) {
-        case 4:
-            if (!softmax) return launch<4, false, 512>(p, requests, overlap, stream);
-            return small ? launch<4, true, 512>(p, requests, overlap, stream) : launch<4, true, 1024>(p, requests, overlap, stream);
-        case 8:
-            if (!softmax) return launch<8, false, 512>(p, requests, overlap, stream);
-            return small ? launch<8, true, 512>(p, requests, overlap, stream) : launch<8, true, 1024>(p, requests, overlap, stream);
-        case 16:
-            return softmax ? launch<16, true, 512>(p, requests, overlap, stream) : launch<16, false, 512>(p, requests, overlap, stream);
+        case 4: return launch<4>(p, requests, crowded, overlap, stream);
+        case 8: return launch<8>(p, requests, crowded, overlap, stream);
+        case 16: return launch<16>(p, requests, crowded, overlap, stream);
         default: return cudaErrorInvalidValue;
     }
 }

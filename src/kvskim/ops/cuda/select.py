@@ -12,8 +12,9 @@ from kvskim.rules.coverage import coverage_target
 RULE_CODES = {"threshold": 0, "budget": 1, "coverage": 2}
 COMBINE_CODES = {"softmax": 0, "peak": 1, "max": 2}
 OVERLAP_PREVIOUS = 1
+LENGTHS_SETTLED = 2
 
-_launch = function("kvskim_select", (*[POINTER] * 10, *[INT] * 9, FLOAT, INT, LONG, LONG, *[INT] * 6, STREAM))
+_launch = function("kvskim_select", (*[POINTER] * 10, *[INT] * 9, FLOAT, INT, LONG, LONG, *[INT] * 7, STREAM))
 
 
 def select_cuda(
@@ -33,6 +34,7 @@ def select_cuda(
     sink_pages: int,
     window_pages: int,
     overlap: bool = False,
+    settled: bool = False,
     cluster: int = 0,
 ) -> None:
     """`kvskim.ops.select.select` on Hopper; arguments as there, already checked.
@@ -63,7 +65,8 @@ def select_cuda(
         -1 if rule.max_pages is None else rule.max_pages,
         sink_pages,
         window_pages,
+        rule.full_pages,
         cluster,
-        OVERLAP_PREVIOUS if overlap else 0,
+        (OVERLAP_PREVIOUS | (LENGTHS_SETTLED if settled else 0)) if overlap else 0,
         stream(scores.device),
     )

@@ -7,9 +7,8 @@
 namespace kvskim::selection {
 
 constexpr float EXPONENT_LIMIT = 83.0f;
-// So many threads add up the partial sums, whatever the size of the block: the order of the additions, and so the last bit of every
-// mass, must not depend on how a launch was cut into blocks.
-constexpr int SUMMING_THREADS = 512;
+// Scores up to so much above the offset, with room for the rounding of that sum, need no limit.
+constexpr float ORDINARY_LIMIT = 80.0f;
 
 // NaN if either is NaN, unlike fminf and fmaxf: a broken score must stay visible.
 __device__ __forceinline__ float min_nan(float a, float b) {
@@ -24,7 +23,7 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     return y;
 }
 
-// The scores of one page for all query heads of the group; padded columns are zeroed when they are read.
+// The scores of one page for all query heads of the group.
 template <int GROUP>
 struct Page {
     uint32_t words[GROUP / 2];
@@ -42,35 +41,71 @@ struct Page {
         }
     }
 
-    __device__ __forceinline__ __half2 pair(int i, const uint32_t (&used)[GROUP / 2]) const {
-        const uint32_t word = words[i] & used[i];
+    // Two columns, also padded ones.
+    __device__ __forceinline__ __half2 pair(int i) const { return *reinterpret_cast<const __half2*>(&words[i]); }
+
+    // Two columns; zeros for those that are not query heads.
+    __device__ __forceinline__ __half2 used_pair(int i, int group) const {
+        const uint32_t word = words[i] & ((2 * i < group ? 0xffffu : 0u) | (2 * i + 1 < group ? 0xffff0000u : 0u));
         return *reinterpret_cast<const __half2*>(&word);
     }
 };
 
 // What turns scores into keys: sum_g weight_g exp(min(score_g - offset_g, 83)); for combine "max", max_g (score_g + offset_g).
+// Columns that are not query heads have offset 0 and weight 0.
 template <int GROUP>
 struct Weights {
-    float offset[GROUP];
+    float shift[GROUP];   // offset in units of log2; as it is for combine "max"
     float weight[GROUP];
-    uint32_t used[GROUP / 2];  // mask of the columns that are query heads
+    __half2 ordinary;     // where no score is larger, none is broken or needs the limit of the exponent
 
-    __device__ __forceinline__ explicit Weights(int group) {
-#pragma unroll
-        for (int i = 0; i < GROUP / 2; ++i) used[i] = (2 * i < group ? 0xffffu : 0u) | (2 * i + 1 < group ? 0xffff0000u : 0u);
+    // The difference score log2(e) - shift is rounded once, so it is exact where the mass is large. What the shift itself lost by rounding is
+    // put into the weight.
+    __device__ __forceinline__ void set(int g, float offset, float value) {
+        shift[g] = offset * kLog2E;
+        weight[g] = value * fmaf(fmaf(offset, -kLog2E, shift[g]), kLn2, 1.0f);
     }
 
-    __device__ __forceinline__ float sum(const Page<GROUP>& page) const {
+    // After all columns are set. `smallest`: the smallest offset of a query head; NaN makes no page ordinary.
+    __device__ __forceinline__ void finish(float smallest) {
+        ordinary = __half2half2(__float2half_rd(smallest < 0.0f || smallest != smallest ? smallest + ORDINARY_LIMIT : ORDINARY_LIMIT));
+    }
+
+    // Of PAGES pages, written so that the exponentials of all of them can be under way together.
+    template <int PAGES>
+    __device__ __forceinline__ void sums(const Page<GROUP>* pages, int group, float (&total)[PAGES]) const {
+        __half2 largest = pages[0].pair(0);
+#pragma unroll
+        for (int i = 1; i < PAGES * GROUP / 2; ++i) largest = __hmax2_nan(largest, pages[i / (GROUP / 2)].pair(i % (GROUP / 2)));
+        if (__hble2(largest, ordinary)) {
+#pragma unroll
+            for (int page = 0; page < PAGES; ++page) total[page] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < GROUP / 2; ++i) {
+#pragma unroll
+                for (int page = 0; page < PAGES; ++page) {
+                    const float2 score = __half22float2(pages[page].pair(i));
+                    total[page] = fmaf(exp2_fast(fmaf(score.x, kLog2E, -shift[2 * i])), weight[2 * i], total[page]);
+                    total[page] = fmaf(exp2_fast(fmaf(score.y, kLog2E, -shift[2 * i + 1])), weight[2 * i + 1], total[page]);
+                }
+            }
+        } else {
+#pragma unroll
+            for (int page = 0; page < PAGES; ++page) total[page] = careful_sum(pages[page], group);
+        }
+    }
+
+    // The same where a score may be broken or very large, or a padded column may hold anything.
+    __device__ __forceinline__ float careful_sum(const Page<GROUP>& page, int group) const {
         float total = 0.0f;
         __half2 largest = __half2half2(__ushort_as_half(0));
 #pragma unroll
         for (int i = 0; i < GROUP / 2; ++i) {
-            const __half2 pair = page.pair(i, used);
+            const __half2 pair = page.used_pair(i, group);
             largest = __hmax2_nan(largest, pair);
             const float2 score = __half22float2(pair);
-            // Subtract first and scale after: the difference is small where the mass is large, so little is lost by rounding.
-            const float x = min_nan((score.x - offset[2 * i]) * kLog2E, EXPONENT_LIMIT * kLog2E);
-            const float y = min_nan((score.y - offset[2 * i + 1]) * kLog2E, EXPONENT_LIMIT * kLog2E);
+            const float x = min_nan(fmaf(score.x, kLog2E, -shift[2 * i]), EXPONENT_LIMIT * kLog2E);
+            const float y = min_nan(fmaf(score.y, kLog2E, -shift[2 * i + 1]), EXPONENT_LIMIT * kLog2E);
             total = fmaf(exp2_fast(x), weight[2 * i], total);
             total = fmaf(exp2_fast(y), weight[2 * i + 1], total);
         }
@@ -83,24 +118,25 @@ struct Weights {
         float largest = -INFINITE;
 #pragma unroll
         for (int i = 0; i < GROUP / 2; ++i) {
-            const float2 score = __half22float2(page.pair(i, used));
-            if (2 * i < group) largest = max_nan(largest, score.x + offset[2 * i]);
-            if (2 * i + 1 < group) largest = max_nan(largest, score.y + offset[2 * i + 1]);
+            const float2 score = __half22float2(page.pair(i));
+            if (2 * i < group) largest = max_nan(largest, score.x + shift[2 * i]);
+            if (2 * i + 1 < group) largest = max_nan(largest, score.y + shift[2 * i + 1]);
         }
         return largest + 0.0f;  // no -0
     }
 };
 
-// Adds up the valid partial sums in a fixed order: shared.weight[g] = 1 / ((1 + sum_g) * group). `first` is the partial sum that comes
-// first for this thread, `own_forced` the value of the query head of this warp; their loads need not wait for the length.
-template <int GROUP, int THREADS>
-__device__ void reduce_partials(Shared<THREADS / 32>& shared, const float* partials, float first, float own_forced, int chunks,
+// Adds up the valid partial sums in a fixed order, so that the last bit of every mass does not depend on how a launch was cut into blocks:
+// shared.weight[g] = 1 / (1 + sum_g) / group. `early` are the partial sums that come first for this thread, `own_forced` the value of the
+// query head of this warp; their loads need not wait for the length.
+template <int GROUP, int EARLY>
+__device__ void reduce_partials(Shared& shared, const float* partials, const float (&early)[EARLY], float own_forced, int chunks,
                                 int group) {
-    constexpr int WARPS = THREADS / 32;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float sum = threadIdx.x < chunks * GROUP ? first : 0.0f;
-    if (threadIdx.x < SUMMING_THREADS)
-        for (int i = threadIdx.x + SUMMING_THREADS; i < chunks * GROUP; i += SUMMING_THREADS) sum += partials[i];
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < EARLY; ++i) sum += static_cast<int>(threadIdx.x) + i * THREADS < chunks * GROUP ? early[i] : 0.0f;
+    for (int i = threadIdx.x + EARLY * THREADS; i < chunks * GROUP; i += THREADS) sum += partials[i];
 #pragma unroll
     for (int distance = 16; distance >= GROUP; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane < GROUP) shared.partial[warp][lane] = sum;
@@ -108,17 +144,17 @@ __device__ void reduce_partials(Shared<THREADS / 32>& shared, const float* parti
     if (warp < GROUP) {
         sum = warp_sum(lane < WARPS ? shared.partial[lane][warp] : 0.0f);
         if (lane == 0) {
-            shared.weight[warp] = 1.0f / ((1.0f + sum) * group);
+            shared.weight[warp] = 1.0f / (1.0f + sum) / group;  // group times the sum might overflow
             shared.forced[warp] = own_forced;
         }
     }
     __syncthreads();
 }
 
-// The largest finite score of every query head over the whole cluster, 0 if there is none, into weights.offset.
-template <int GROUP, int THREADS>
-__device__ void find_peaks(Shared<THREADS / 32>& shared, const Place& place, const __half* scores, int length, Weights<GROUP>& weights) {
-    constexpr int WARPS = THREADS / 32;
+// The largest finite score of every query head over the whole cluster, 0 if there is none, becomes its offset.
+template <int GROUP>
+__device__ void find_peaks(Shared& shared, const Place& place, const __half* scores, int length, int group,
+                           Weights<GROUP>& weights) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float peak[GROUP];
 #pragma unroll
@@ -129,7 +165,7 @@ __device__ void find_peaks(Shared<THREADS / 32>& shared, const Place& place, con
         page.load(scores + static_cast<size_t>(i) * GROUP);
 #pragma unroll
         for (int g = 0; g < GROUP / 2; ++g) {
-            const float2 score = __half22float2(page.pair(g, weights.used));
+            const float2 score = __half22float2(page.used_pair(g, group));
             if (score.x < INFINITE) peak[2 * g] = fmaxf(peak[2 * g], score.x);
             if (score.y < INFINITE) peak[2 * g + 1] = fmaxf(peak[2 * g + 1], score.y);
         }
@@ -149,13 +185,17 @@ __device__ void find_peaks(Shared<THREADS / 32>& shared, const Place& place, con
         for (int other = 0; other < place.active; ++other) *place.of(&shared.peak[place.rank][threadIdx.x], other) = largest;
     }
     place.synchronise();
+    float smallest = INFINITE;
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
         float largest = -INFINITE;
 #pragma unroll 1
         for (int other = 0; other < place.active; ++other) largest = fmaxf(largest, shared.peak[other][g]);
-        weights.offset[g] = largest > -INFINITE ? largest : 0.0f;
+        if (!(largest > -INFINITE)) largest = 0.0f;
+        weights.set(g, g < group ? largest : 0.0f, g < group ? 1.0f : 0.0f);
+        if (g < group) smallest = fminf(smallest, largest);
     }
+    weights.finish(smallest);
 }
 
 }  // namespace kvskim::selection

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvskim.layout import PAGE_TOKENS
+from kvskim.layout import PAGE_TOKENS, ceil_div
 from kvskim.ops.triton.page_loads import CHANNELS
 
 
@@ -23,15 +23,18 @@ def _forced_kernel(
     query_stride_r, query_stride_h, key_stride_b, key_stride_t, key_stride_h, table_stride,
     scale, softcap, k_scale, sink_pages, window_pages,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_STORED: tl.constexpr, HEAD_DIM: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr,
-    SOFTCAP: tl.constexpr, STEP: tl.constexpr,
+    SOFTCAP: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, HEAD_TILES: tl.constexpr,
 ):
-    """One program per (request, kv head): online log-sum-exp over the first and the last pages of the request."""
+    """One program per (request, kv head, 16 query heads): online log-sum-exp over the first and the last pages of the request.
+
+    WIDE: products in float32, for queries and keys of different types and for the interpreter.
+    """
     request = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1) // HEAD_TILES
     seq_len = tl.load(seq_lens + request)
     if seq_len <= 0:
         return
-    g = tl.arange(0, 16)
+    g = tl.program_id(1) % HEAD_TILES * 16 + tl.arange(0, 16)
     t = tl.arange(0, 16)
     d = tl.arange(0, STEP)
     in_group = g < GROUP
@@ -58,8 +61,11 @@ def _forced_kernel(
         logits = tl.zeros([16, 16], tl.float32)
         for start in range(0, HEAD_DIM, STEP):
             c = start + d
-            q = tl.load(query_row + c[None, :], mask=in_group[:, None] & (c < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
-            k = tl.load(key_row + c[:, None], mask=live[None, :] & (c < HEAD_DIM)[:, None], other=0.0).to(tl.float32)
+            q = tl.load(query_row + c[None, :], mask=in_group[:, None] & (c < HEAD_DIM)[None, :], other=0.0)
+            k = tl.load(key_row + c[:, None], mask=live[None, :] & (c < HEAD_DIM)[:, None], other=0.0)
+            if WIDE:
+                q = q.to(tl.float32)
+                k = k.to(tl.float32)
             logits = tl.dot(q, k, logits, input_precision="ieee")
         logits *= scale * k_scale
         if SOFTCAP:
@@ -100,10 +106,12 @@ def forced_mass(
     requests, heads = query.shape[0], key_cache.shape[2]
     if requests == 0:
         return
-    _forced_kernel[(requests, heads)](
+    tiles = ceil_div(query.shape[1] // heads, 16)
+    _forced_kernel[(requests, heads * tiles)](
         query, key_cache, block_table, seq_lens, offset, forced, base,
         query.stride(0), query.stride(1), key_cache.stride(0), key_cache.stride(1), key_cache.stride(2), block_table.stride(0),
         scale, softcap or 0.0, k_scale, sink_pages, window_pages,
         KV_HEADS=heads, GROUP=query.shape[1] // heads, GROUP_STORED=forced.shape[2], HEAD_DIM=query.shape[2],
-        PAGES_PER_BLOCK=key_cache.shape[1] // PAGE_TOKENS, SOFTCAP=bool(softcap), STEP=CHANNELS, num_warps=2,
+        PAGES_PER_BLOCK=key_cache.shape[1] // PAGE_TOKENS, SOFTCAP=bool(softcap), STEP=CHANNELS,
+        WIDE=query.is_cpu or query.dtype != key_cache.dtype, HEAD_TILES=tiles, num_warps=2,
     )

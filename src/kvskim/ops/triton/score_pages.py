@@ -1,6 +1,6 @@
 """Score for the selectors that code each page by itself: page log-masses of a decode step, and the sums that the rule needs.
 
-One program per (chunk, request x kv head). It strides over tiles of 16 pages up to the live length of its request, so the cost follows the
+One program per (chunk, request x kv head x 16 query heads). It strides over tiles of 16 pages up to the live length of its request, so the cost follows the
 length, not the capacity. Products run on the integer codes as they are (they are exact in the dtype of the query); scales follow in float32.
 Torch twins: the ``score`` of each selector in `kvskim.selectors`.
 """
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvskim.layout import PAGE_TOKENS
+from kvskim.layout import PAGE_TOKENS, ceil_div
 from kvskim.ops.triton.forced import forced_mass
 from kvskim.ops.triton.page_loads import CHANNELS
 from kvskim.ops.triton.record_fields import load_bfloat16, load_float32, nibble_value
@@ -104,15 +104,16 @@ def _score_kernel(
     RECORD_WORDS: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, FORM: tl.constexpr, SUBTRACT_BASE: tl.constexpr,
     RANK: tl.constexpr, VECTOR_BITS: tl.constexpr, COORDINATE_BITS: tl.constexpr, MEAN_SCALE_AT: tl.constexpr, VECTORS_AT: tl.constexpr,
     VECTOR_SCALE_AT: tl.constexpr, COORDINATES_AT: tl.constexpr, COORDINATE_SCALE_AT: tl.constexpr, ENERGIES_AT: tl.constexpr,
-    RESIDUAL_AT: tl.constexpr,
+    RESIDUAL_AT: tl.constexpr, HEAD_TILES: tl.constexpr,
 ):
     chunk = tl.program_id(0)
-    request = tl.program_id(1) // KV_HEADS
-    head = tl.program_id(1) % KV_HEADS
+    pair = tl.program_id(1) // HEAD_TILES
+    request = pair // KV_HEADS
+    head = pair % KV_HEADS
     scored = (tl.load(seq_lens + request) + 15) // 16 - window_pages
     if chunk * 16 >= scored:
         return
-    g = tl.arange(0, 16)
+    g = tl.program_id(1) % HEAD_TILES * 16 + tl.arange(0, 16)
     in_group = g < GROUP
     query_row = query + request.to(tl.int64) * query_stride_r + (head * GROUP + g) * query_stride_h
     group_at = (request.to(tl.int64) * KV_HEADS + head) * GROUP_STORED + g
@@ -207,9 +208,11 @@ def score_pages(
     )
     width = selector.record_bytes(head_dim)
     words: torch.dtype = {"keys": torch.float32, "bounds": torch.int16}.get(str(form["FORM"]), torch.uint8)
-    _score_kernel[(chunks, requests * heads)](
+    tiles = ceil_div(query_heads // heads, 16)
+    _score_kernel[(chunks, requests * heads * tiles)](
         query, records.view(words), block_table, seq_lens, base, forced, scores, partials,
         query.stride(0), query.stride(1), block_table.stride(0), scores.stride(0), scores.stride(1), chunks, scale, sink_pages, window_pages,
         KV_HEADS=heads, GROUP=query_heads // heads, GROUP_STORED=group_stored, HEAD_DIM=head_dim,
-        PAGES_PER_BLOCK=key_cache.shape[1] // PAGE_TOKENS, RECORD_WORDS=width // words.itemsize, STEP=CHANNELS, WIDE=query.is_cpu, num_warps=4, **form,
+        PAGES_PER_BLOCK=key_cache.shape[1] // PAGE_TOKENS, RECORD_WORDS=width // words.itemsize, STEP=CHANNELS, WIDE=query.is_cpu, HEAD_TILES=tiles,
+        num_warps=4, **form,
     )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvskim.layout import PAGE_TOKENS, padded_group
+from kvskim.layout import PAGE_TOKENS, ceil_div, padded_group
 from kvskim.ops.triton.forced import forced_mass
 from kvskim.selectors.sketch import SketchTables
 
@@ -37,7 +37,7 @@ def weight_bytes(requests: int, heads: int, group: int, record_bytes: int) -> in
 
 @triton.jit
 def _slot_weights(
-    query_row, matrix, slot_coefficient, slot_digit, slot, scale, in_group, HEAD_DIM: tl.constexpr, STEP: tl.constexpr,
+    query_row, matrix, slot_coefficient, slot_digit, slot, scale, in_group, HEAD_DIM: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr,
 ):
     """``(query_matrix[row] . q) scale 4^digit`` of 32 slots, float32 ``[32, 16]``."""
     digit = tl.load(slot_digit + slot).to(tl.int32)
@@ -48,8 +48,11 @@ def _slot_weights(
     for start in range(0, HEAD_DIM, STEP):
         c = start + d
         inside = c < HEAD_DIM
-        m = tl.load(matrix + row[:, None] * HEAD_DIM + c[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-        q = tl.load(query_row[None, :] + c[:, None], mask=inside[:, None] & in_group[None, :], other=0.0).to(tl.float32)
+        m = tl.load(matrix + row[:, None] * HEAD_DIM + c[None, :], mask=inside[None, :], other=0.0)
+        q = tl.load(query_row[None, :] + c[:, None], mask=inside[:, None] & in_group[None, :], other=0.0)
+        if WIDE:  # not for bfloat16 queries on a GPU: their products with the bfloat16 matrix are exact as they are
+            m = m.to(tl.float32)
+            q = q.to(tl.float32)
         total = tl.dot(m, q, total, input_precision="ieee")
     power = tl.where(used, 1 << (2 * tl.where(used, digit, 0)), 0).to(tl.float32)
     return tl.where(used[:, None], total * scale * power[:, None], 0.0)
@@ -59,11 +62,11 @@ def _slot_weights(
 def _prepare_kernel(
     query, seq_lens, matrix, slot_coefficient, slot_digit, weights, scales, query_stride_r, query_stride_h, scale, window_pages,
     HEADS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr,
-    MODE_START: tl.constexpr, STEP: tl.constexpr,
+    MODE_START: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, HEAD_TILES: tl.constexpr,
 ):
-    """One program per (request, kv head, token mode): weights twice, first for their maximum, then rounded."""
+    """One program per (request, kv head and 16 query heads, token mode): weights twice, first for their maximum, then rounded."""
     request = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1) // HEAD_TILES
     mode = tl.program_id(2)
     if (tl.load(seq_lens + request) + 15) // 16 <= window_pages:
         return
@@ -72,7 +75,7 @@ def _prepare_kernel(
     for j in tl.static_range(16):
         first = tl.where(mode == j, MODE_START[j], first)
         last = tl.where(mode == j, MODE_START[j + 1], last)
-    g = tl.arange(0, 16)
+    g = tl.program_id(1) % HEAD_TILES * 16 + tl.arange(0, 16)
     in_group = g < GROUP
     query_row = query + request.to(tl.int64) * query_stride_r + (head * GROUP + g) * query_stride_h
     matrix += head.to(tl.int64) * SLOTS * HEAD_DIM
@@ -82,7 +85,7 @@ def _prepare_kernel(
     largest = tl.zeros([16], tl.float32)
     broken = tl.zeros([16], tl.int32)
     for start in range(first, last, 32):
-        w = _slot_weights(query_row, matrix, slot_coefficient, slot_digit, start + u, scale, in_group, HEAD_DIM, STEP)
+        w = _slot_weights(query_row, matrix, slot_coefficient, slot_digit, start + u, scale, in_group, HEAD_DIM, STEP, WIDE)
         largest = tl.maximum(largest, tl.max(tl.where(w == w, tl.abs(w), 0.0), 0))
         broken = tl.maximum(broken, tl.max((w != w).to(tl.int32), 0))
     # The maximum above leaves NaN out, but a query that is not a number must be seen in every score.
@@ -90,7 +93,7 @@ def _prepare_kernel(
     divisor = tl.where(unit > 0, unit, 1.0)
     row = request.to(tl.int64) * HEADS + head
     for start in range(first, last, 32):
-        w = _slot_weights(query_row, matrix, slot_coefficient, slot_digit, start + u, scale, in_group, HEAD_DIM, STEP)
+        w = _slot_weights(query_row, matrix, slot_coefficient, slot_digit, start + u, scale, in_group, HEAD_DIM, STEP, WIDE)
         rounded = (tl.div_rn(w, tl.broadcast_to(divisor[None, :], w.shape)) + ROUND) - ROUND
         at = (row * SLOTS + start + u)[:, None] * COLUMNS + g[None, :]
         tl.store(weights + at, rounded.to(tl.int8), mask=(g < COLUMNS)[None, :])
@@ -101,17 +104,17 @@ def _prepare_kernel(
 def _score_kernel(
     records, block_table, seq_lens, weights, scales, forced, scores, partials, table_stride, capacity, chunks, sink_pages, window_pages,
     HEADS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, RECORD_BYTES: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr,
-    HALF_ROWS: tl.constexpr, POSITION: tl.constexpr, WORD_START: tl.constexpr, MODE_START: tl.constexpr,
+    HALF_ROWS: tl.constexpr, POSITION: tl.constexpr, WORD_START: tl.constexpr, MODE_START: tl.constexpr, HEAD_TILES: tl.constexpr,
 ):
-    """One program per (request, kv head, chunk of 16-page tiles)."""
+    """One program per (request, kv head and 16 query heads, chunk of 16-page tiles)."""
     request = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1) // HEAD_TILES
     chunk = tl.program_id(2)
     pages = (tl.load(seq_lens + request) + 15) // 16 - window_pages
     if chunk * 16 >= pages:
         return
     row = request.to(tl.int64) * HEADS + head
-    g = tl.arange(0, 16)
+    g = tl.program_id(1) % HEAD_TILES * 16 + tl.arange(0, 16)
     stored = g < COLUMNS
     t = tl.arange(0, 16).to(tl.float32)
     # A half row is two neighbouring words of each lane of a quad: eight bytes in each quarter of a 64-byte line.
@@ -174,14 +177,16 @@ def score_sketch(
     rows = requests * heads * columns
     weights = scratch.sketch_weights[: rows * layout.slots].view(torch.int8)
     scales = scratch.sketch_weights[rows * layout.slots : needed].view(torch.float32)
-    _prepare_kernel[(requests, heads, PAGE_TOKENS)](
+    tiles = ceil_div(group, 16)
+    wide = query.is_cpu or query.dtype != torch.bfloat16
+    _prepare_kernel[(requests, heads * tiles, PAGE_TOKENS)](
         query, seq_lens, tables.query_matrix, tables.slot_coefficient, tables.slot_digit, weights, scales, query.stride(0), query.stride(1),
         scale, window_pages, HEADS=heads, GROUP=group, COLUMNS=columns, HEAD_DIM=dim, SLOTS=layout.slots, MODE_START=layout.mode_start,
-        STEP=64, num_warps=4,
+        STEP=64, WIDE=wide, HEAD_TILES=tiles, num_warps=4,
     )
-    _score_kernel[(requests, heads, partials.shape[2])](
+    _score_kernel[(requests, heads * tiles, partials.shape[2])](
         records, block_table, seq_lens, weights, scales, forced, scores, partials, block_table.stride(0), scores.shape[2], partials.shape[2],
         sink_pages, window_pages, HEADS=heads, GROUP=group, COLUMNS=columns, RECORD_BYTES=layout.record_bytes,
         PAGES_PER_BLOCK=key_cache.shape[1] // PAGE_TOKENS, HALF_ROWS=layout.half_rows, POSITION=layout.position,
-        WORD_START=layout.word_start, MODE_START=layout.mode_start, num_warps=4,
+        WORD_START=layout.word_start, MODE_START=layout.mode_start, HEAD_TILES=tiles, num_warps=4,
     )

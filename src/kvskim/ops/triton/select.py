@@ -20,6 +20,7 @@ RULE_CODES = {"threshold": 0, "budget": 1, "coverage": 2}
 COMBINE_CODES = {"softmax": 0, "peak": 1, "max": 2}
 KEY_BLOCK = 256
 ROW_BLOCK = 1024
+"""Pages at a time; fewer where the scores of a wide group are read along, to stay in registers."""
 
 # Enumerations of the kernels; named constants because a jitted function may read no other globals.
 BUDGET = tl.constexpr(1)
@@ -29,7 +30,7 @@ PEAK = tl.constexpr(1)
 MAXIMUM = tl.constexpr(2)
 EXPONENT_LIMIT = tl.constexpr(83.0)
 MASS_ONE = tl.constexpr(2147483648.0)
-INFINITY_BITS = tl.constexpr(0x7F800000)
+ABOVE_ALL_BITS = tl.constexpr(1 << 33)
 
 
 @triton.jit
@@ -113,6 +114,7 @@ def _key_kernel(
     sink,
     window,
     min_pages,
+    full_pages,
     COMBINE: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
@@ -122,7 +124,7 @@ def _key_kernel(
     total = _total_pages(seq_lens, row // heads)
     candidates = tl.minimum(total - window, page_capacity) - sink
     first = tl.program_id(1) * BLOCK
-    if (candidates > min_pages) & (first < candidates):
+    if (candidates > min_pages) & (total > full_pages) & (first < candidates):
         index = first + tl.arange(0, BLOCK)
         inside = index < candidates
         head = tl.arange(0, PADDED)
@@ -165,6 +167,7 @@ def _row_kernel(
     sink,
     window,
     min_pages,
+    full_pages,
     limit,
     budget_pages,
     fraction,
@@ -186,7 +189,7 @@ def _row_kernel(
         if budget_pages < 0:
             wanted = (total.to(tl.int64) * fraction + 1099510579199) >> 40
         budget = tl.minimum(tl.maximum(wanted - sink - window, 0), most).to(tl.int32)
-    whole = (total == 0) | (candidates <= min_pages) | (tl.load(ready) == 0)
+    whole = (total == 0) | (candidates <= min_pages) | (total <= full_pages) | (tl.load(ready) == 0)
     if RULE == BUDGET:
         whole = whole | (budget == candidates)
     if whole:
@@ -201,7 +204,7 @@ def _row_kernel(
 
         # Selected are the keys with bits above `cut`, and the first `equals` of those equal to it: nothing, for now.
         nothing = most * 0
-        cut = tl.zeros([], tl.int64) + INFINITY_BITS
+        cut = tl.zeros([], tl.int64) + ABOVE_ALL_BITS
         equals = nothing
         chosen = nothing
         least = tl.minimum(nothing + min_pages, most)
@@ -331,12 +334,14 @@ def select_triton(
     room = pages.shape[2] - sink_pages - window_pages
     limit = room if rule.rule == "budget" or rule.max_pages is None else min(room, rule.max_pages)
     peaks = base
+    narrower = max(1, padded_group // 16)
+    key_block = KEY_BLOCK // narrower
     if rule.combine == "peak":
         peaks = torch.empty_like(base)
         _peak_kernel[(rows,)](
-            scores, peaks, seq_lens, heads, page_capacity, sink_pages, window_pages, GROUP=group, PADDED=padded_group, BLOCK=KEY_BLOCK
+            scores, peaks, seq_lens, heads, page_capacity, sink_pages, window_pages, GROUP=group, PADDED=padded_group, BLOCK=key_block
         )
-    _key_kernel[(rows, triton.cdiv(page_capacity, KEY_BLOCK))](
+    _key_kernel[(rows, triton.cdiv(page_capacity, key_block))](
         scores,
         base,
         forced,
@@ -350,10 +355,11 @@ def select_triton(
         sink_pages,
         window_pages,
         rule.min_pages,
+        rule.full_pages,
         COMBINE=COMBINE_CODES[rule.combine],
         GROUP=group,
         PADDED=padded_group,
-        BLOCK=KEY_BLOCK,
+        BLOCK=key_block,
     )
     _row_kernel[(rows,)](
         scores,
@@ -372,6 +378,7 @@ def select_triton(
         sink_pages,
         window_pages,
         rule.min_pages,
+        rule.full_pages,
         limit,
         -1 if rule.budget_pages is None else rule.budget_pages,
         fixed_fraction(rule.budget_fraction or 0.0),
@@ -381,6 +388,6 @@ def select_triton(
         COMBINE=COMBINE_CODES[rule.combine],
         GROUP=group,
         PADDED=padded_group,
-        BLOCK=ROW_BLOCK,
+        BLOCK=ROW_BLOCK if rule.combine == "softmax" else ROW_BLOCK // narrower,
         num_warps=8,
     )

@@ -1,0 +1,237 @@
+"""Latent attention (MLA): the operations on rows of 512 + 64 channels with one kv head, against the reference engine and against each other."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from kvskim.engines.decode import DecodeSettings, decode_attention
+from kvskim.engines.decode_kernels import kernel_refusal
+from kvskim.layout import PAGE_TOKENS, padded_group
+from kvskim.ops.attend import attend, attending_kernels, shares_rows
+from kvskim.ops.score import scorer
+from kvskim.ops.select import select, selecting_kernels
+from kvskim.reference import ReferenceLayer
+from kvskim.rules import RuleParameters
+from kvskim.selectors import get_selector
+from mla_data import LATENT, ROTARY, make_latent_batch, run_latent_step
+from select_cases import RULES, make_case
+from sketch_cases import SketchCase, compare
+from step_data import Batch
+from test_step import page_table
+
+BUDGET = RuleParameters(rule="budget", budget_pages=6, min_pages=0)
+THRESHOLD = RuleParameters(tau=0.02, min_pages=2)
+COVERAGE = RuleParameters(rule="coverage", coverage=0.8, min_pages=1)
+LENGTHS = [0, 1, 15, 16, 17, 333]
+SELECTORS = ["sketch", "rki4", "minmax", "mean", "oracle"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def reference_of(batch: Batch, rule: RuleParameters) -> ReferenceLayer:
+    pages, dim = batch.records.shape[0], batch.key_cache.shape[3]
+    latent = batch.value_cache.shape[3]
+    layer = ReferenceLayer(
+        batch.selector, batch.tables, num_pages=pages, num_kv_heads=1, head_dim=dim, value_dim=latent, scale=batch.scale, parameters=rule,
+        dtype=batch.key_cache.dtype,
+    )
+    layer.keys.copy_(batch.key_cache.reshape(pages, PAGE_TOKENS, 1, dim))
+    layer.values.copy_(batch.value_cache.reshape(pages, PAGE_TOKENS, 1, latent))
+    layer.records = batch.records
+    return layer
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("rule", [BUDGET, THRESHOLD, COVERAGE], ids=lambda r: r.rule)
+def test_torch_step_is_the_reference(selector: str, rule: RuleParameters) -> None:
+    batch = make_latent_batch(selector, LENGTHS, group=16)
+    out, lse, buffers = run_latent_step(batch, rule, kernels="torch")
+    expected = reference_of(batch, rule).decode(batch.query, page_table(batch), batch.seq_lens)
+    for r, rows in enumerate(expected.rows):
+        for row in rows:
+            count = int(buffers.counts[r, 0])
+            assert count == len(row.pages)
+            if not row.dense:
+                assert buffers.pages[r, 0, :count].tolist() == row.pages.tolist()
+            assert float(buffers.covered[r, 0]) == pytest.approx(row.covered, abs=1e-4)
+    assert not expected.rows[-1][0].dense, "the case must be sparse"
+    assert out.shape == (len(LENGTHS), 16, LATENT)
+    torch.testing.assert_close(out, expected.out, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(lse, expected.lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rule", [BUDGET, THRESHOLD, COVERAGE], ids=lambda r: r.rule)
+def test_budget_means_pages_of_a_request_whatever_the_group(rule: RuleParameters) -> None:
+    """One page table per request: 128 query heads share it, and a budget counts its pages, the forced ones included."""
+    batch = make_latent_batch("sketch", [700], group=128, latent=64, rotary=32)
+    _, _, buffers = run_latent_step(batch, rule, kernels="torch")
+    assert buffers.pages.shape[:2] == (1, 1)
+    count = int(buffers.counts[0, 0])
+    assert (count == 6) if rule is BUDGET else 2 < count < 44
+
+
+CASES: list[dict[str, Any]] = [
+    dict(group=16, selector="sketch", lengths=[0, 1, 15, 16, 17, 150], dtype=torch.bfloat16),
+    dict(group=20, selector="sketch", lengths=[17, 0, 150], latent=96, rotary=32, dtype=torch.float16, block_size=32),
+    dict(group=128, selector="sketch", record_bytes=128, lengths=[15, 150], latent=32, rotary=16, dtype=torch.bfloat16),
+    dict(group=20, selector="rki4", lengths=[1, 200], latent=96, rotary=32, dtype=torch.float16),
+    dict(group=64, selector="minmax", lengths=[200], latent=64, rotary=16, dtype=torch.bfloat16),
+    dict(group=128, selector="mean", lengths=[200], latent=64, rotary=16, dtype=torch.bfloat16),
+    dict(group=17, selector="oracle", lengths=[200], latent=64, rotary=16, dtype=torch.float16),
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("settings", CASES, ids=lambda s: f"{s['selector']}-{s['group']}-{s.get('latent', LATENT)}")
+@pytest.mark.parametrize("rule", [BUDGET], ids=lambda r: r.rule)
+def test_triton_step_is_the_torch_step(settings: dict[str, Any], rule: RuleParameters) -> None:
+    pytest.importorskip("triton")
+    batch = make_latent_batch(**settings)
+    check_step(batch, batch, rule, kernels="triton", truncated=True)
+
+
+def check_step(batch: Batch, on_cpu: Batch, rule: RuleParameters, *, kernels: str, truncated: bool = False) -> None:
+    """Selection equal but for pages at the very edge of the rule, because scores are float16; outputs equal where it is.
+
+    truncated: bfloat16 weights are cut off instead of rounded, as Triton's interpreter does.
+    """
+    out, lse, buffers = run_latent_step(batch, rule, kernels=kernels)
+    expected, expected_lse, expected_buffers = run_latent_step(on_cpu, rule, kernels="torch")
+    counts, wanted = buffers.counts.cpu(), expected_buffers.counts
+    same = 0
+    for r, length in enumerate(on_cpu.seq_lens.tolist()):
+        total = -(-length // 16)
+        n, m = int(counts[r, 0]), int(wanted[r, 0])
+        mine = set(range(total)) if n == total else set(buffers.pages[r, 0, :n].tolist())
+        theirs = set(range(total)) if m == total else set(expected_buffers.pages[r, 0, :m].tolist())
+        assert len(mine ^ theirs) <= max(2, m // 8), (r, sorted(mine ^ theirs))
+        if mine == theirs:
+            same += 1
+            relative = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}[batch.query.dtype] * (2 if truncated else 1)
+            size = expected[r].float().abs().amax(-1, keepdim=True)
+            error = (out[r].float().cpu() - expected[r].float()).abs()
+            assert bool((error <= 2 * relative * size + 1e-6).all()), (r, float((error / size.clamp_min(1e-6)).max()))
+            torch.testing.assert_close(lse[r].cpu(), expected_lse[r], atol=2e-3, rtol=1e-3)
+            torch.testing.assert_close(buffers.covered[r].cpu(), expected_buffers.covered[r], atol=2e-2, rtol=2e-2)
+    assert same >= 0.7 * len(counts)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_attend_with_values_narrower_than_keys(kernels: str, apart: bool) -> None:
+    """Values that are the first channels of the rows, and the same values in memory of their own: two ways through the kernels."""
+    pytest.importorskip("triton")
+    batch = make_latent_batch("oracle", [0, 1, 15, 16, 17, 100], group=20, latent=80, rotary=24, dtype=torch.float32, block_size=32)
+    values = batch.value_cache.clone() if apart else batch.value_cache
+    assert shares_rows(batch.key_cache, values) is not apart
+    pages = torch.full((6, 1, 4), -(2**30), dtype=torch.int32)
+    pages[5, 0, :3] = torch.tensor([0, 3, 6])
+    counts = torch.tensor([0, 1, 1, 1, 2, 3], dtype=torch.int32)[:, None]
+    out = torch.full((6, 20, 80), torch.nan)
+    lse = torch.full((6, 20), torch.nan)
+
+    class Scratch:
+        attend_partials = torch.full((200_000,), torch.nan)
+        attend_tickets = torch.zeros(6, dtype=torch.int32)
+
+    attend(
+        batch.query, batch.key_cache, values, batch.block_table, batch.seq_lens, pages, counts, scale=batch.scale, out=out, lse=lse, scratch=Scratch(),
+        kernels=kernels,
+    )
+    for r, length in enumerate(batch.seq_lens.tolist()):
+        if length == 0:
+            assert not out[r].any()
+            assert torch.isneginf(lse[r]).all()
+            continue
+        listed = pages[r, 0, :3].tolist() if r == 5 else range(-(-length // 16))
+        token = torch.tensor([p * 16 + t for p in listed for t in range(16) if p * 16 + t < length])
+        rows = batch.key_cache[batch.block_table[r, token // 32].long(), token % 32, 0].double()
+        logits = batch.query[r].double() @ rows.T * batch.scale
+        torch.testing.assert_close(out[r].double(), logits.softmax(-1) @ rows[:, :80], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(lse[r].double(), logits.logsumexp(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_triton_scores_of_wide_groups_equal_the_reference() -> None:
+    """The score op itself on rows of 576 channels: int8 weights, float16 scores, partial sums and exact forced mass, with guards around the outputs."""
+    pytest.importorskip("triton")
+    from kvskim.ops import score as op
+    from kvskim.selectors.sketch import Sketch
+
+    case = SketchCase([0, 50], heads=1, group=20, dim=LATENT + ROTARY, block_size=32, layout="heads", chunks=2)
+    out = case.outputs()
+    op.score(Sketch(256), case.tables, **case.inputs, **case.settings(), **out, scratch=case.scratch(), kernels="triton")
+    assert compare(case, out, score_tolerance=0.015) == []
+
+
+@pytest.mark.parametrize("group", [20, 128])
+@pytest.mark.parametrize("rule", [RULES[0], RULES[4], RULES[7], RULES[8], RULES[9]], ids=lambda r: f"{r.rule}-{r.combine}")
+def test_triton_selects_for_wide_groups_as_torch_does(rule: RuleParameters, group: int) -> None:
+    pytest.importorskip("triton")
+    for flavour in ("plain", "ties"):
+        case = make_case(group, heads=1, group=group, flavour=flavour)
+        expected = case.copy()
+        select(**expected.arguments(), rule=rule, kernels="torch")
+        select(**case.arguments(), rule=rule, kernels="triton")
+        assert case.guards_intact()
+        assert case.counts.tolist() == expected.counts.tolist()
+        assert case.pages.tolist() == expected.pages.tolist()
+        torch.testing.assert_close(case.covered, expected.covered, rtol=1e-5, atol=1e-5)
+
+
+def test_cuda_leaves_to_triton_what_it_has_no_kernels_for() -> None:
+    sketch = get_selector("sketch")
+    assert [scorer(sketch, "cuda", 576, g) for g in (16, 17)] == ["cuda", "triton"]
+    assert [selecting_kernels("cuda", padded_group(g)) for g in (16, 17)] == ["cuda", "triton"]
+    assert attending_kernels("cuda", 8, 128, 128) == "cuda"
+    assert attending_kernels("cuda", 8, 576, 512) == attending_kernels("cuda", 17, 128, 128) == "triton"
+    assert attending_kernels("torch", 8, 576, 512) == "torch"
+
+
+def test_float8_latent_rows_are_refused() -> None:
+    batch = make_latent_batch("oracle", [40], group=16, latent=64, rotary=16, dtype=torch.bfloat16)
+    cache = batch.key_cache.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="float8 cache with keys of 80 and values of 64 channels can't be attended; use a bfloat16 or float16 cache"):
+        attend(
+            batch.query, cache, cache[..., :64], batch.block_table, batch.seq_lens, torch.zeros(1, 1, 1, dtype=torch.int32),
+            torch.full((1, 1), 3, dtype=torch.int32), scale=1.0, out=torch.zeros(1, 16, 64, dtype=torch.bfloat16), scratch=None, kernels="torch",
+        )
+
+
+def test_records_cost_at_most_three_percent_of_the_latent_cache() -> None:
+    assert get_selector("sketch").record_bytes(LATENT + ROTARY) <= 0.03 * PAGE_TOKENS * (LATENT + ROTARY) * 2
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("tokens", [176, 181])
+def test_the_transformers_host_decodes_latent_rows_through_the_kernels(tokens: int) -> None:
+    pytest.importorskip("triton")
+    batch = make_latent_batch("rki4", [tokens], group=6, latent=64, rotary=16, dtype=torch.bfloat16)
+    pages = -(-tokens // 16)
+    physical = batch.block_table[0, :pages].long()
+    key = batch.key_cache[physical].flatten(0, 1)[:tokens].transpose(0, 1).contiguous()
+    records = batch.records[physical][: tokens // 16]
+    common = (batch.selector, batch.tables, RuleParameters(rule="budget", budget_pages=5, min_pages=0), 1, 1, batch.scale)
+    expected = decode_attention(DecodeSettings(*common), batch.query[0], key, key[..., :64], records)
+    result = decode_attention(DecodeSettings(*common, kernels="triton"), batch.query[0], key, key[..., :64], records)
+    assert torch.equal(result.pages, expected.pages)
+    torch.testing.assert_close(result.out.float(), expected.out.float(), atol=3e-2, rtol=3e-2)
+    torch.testing.assert_close(result.covered, expected.covered, atol=1e-2, rtol=1e-2)
+
+
+def test_which_latent_rows_the_kernels_of_the_transformers_host_take() -> None:
+    sketch = get_selector("sketch")
+    assert kernel_refusal(sketch, 128, 1, 576, 512, torch.bfloat16) is None
+    assert kernel_refusal(sketch, 40, 1, 320, 256, torch.bfloat16) is None
+    assert "129 query heads" in str(kernel_refusal(sketch, 129, 1, 576, 512, torch.bfloat16))
+    assert "head dims 192 and 128" in str(kernel_refusal(sketch, 16, 16, 192, 128, torch.bfloat16))
