@@ -6,8 +6,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Two test processes with one thread each: more threads than cores make torch slower, not faster.
 WORKERS ?= 2
 DEMO ?=
+VERSIONS ?=
 
-.PHONY: demo test lint wheel clean
+.PHONY: demo test lint contracts wheel clean
 
 demo: $(VENV)/demo-ready
 	$(BIN)/kvskim demo $(DEMO)
@@ -18,6 +19,10 @@ test: lint
 lint: $(VENV)/test-ready
 	$(BIN)/ruff check src tests
 	$(BIN)/mypy
+
+# The contract tests with the Python files of real vLLM releases: downloads ten wheels of hundreds of MB, so it is no part of `make test`.
+contracts: $(VENV)/test-ready
+	$(BIN)/python tests/vllm/contract_versions.py $(VERSIONS)
 
 # A wheel with the prebuilt CUDA library in it; needs nvcc.
 wheel: $(VENV)/demo-ready

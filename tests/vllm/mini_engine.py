@@ -47,9 +47,10 @@ class MiniEngine:
 
     def __init__(
         self, settings: dict[str, Any], *, block_size: int = 16, num_blocks: int = 160, num_layers: int = 2, max_rows: int = 8, softcap: float | None = None,
-        windows: tuple[int | None, ...] | None = None, speculative: Any = None, attn_type: str = "decoder", **layer_arguments: Any,
+        windows: tuple[int | None, ...] | None = None, speculative: Any = None, attn_type: str = "decoder", first_layer: int = 0,
+        separate_blocks: bool = False, cache_dtype: str = "auto", connector: Any = None, **layer_arguments: Any,
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self.separate_blocks, self.cache_dtype, self.connector = block_size, separate_blocks, cache_dtype, connector
         self.config = self.make_config({"kvskim": {"kernels": "torch", **settings}}, max_rows, speculative)
         windows = windows or (None,) * num_layers
         self.free = list(range(num_blocks - 1, 0, -1))
@@ -58,7 +59,7 @@ class MiniEngine:
             self.layers = [
                 Attention(
                     self.num_kv_heads * self.group, self.head_size, self.scale, self.num_kv_heads, cache_config=self.config.cache_config,
-                    prefix=f"model.layers.{i}.attn", logits_soft_cap=softcap, per_layer_sliding_window=windows[i], attn_backend=SkimBackend,
+                    prefix=f"model.layers.{first_layer + i}.attn", logits_soft_cap=softcap, per_layer_sliding_window=windows[i], attn_backend=SkimBackend,
                     attn_type=attn_type, **layer_arguments,
                 )
                 for i in range(num_layers)
@@ -79,10 +80,11 @@ class MiniEngine:
 
         return VllmConfig(
             model_config=ModelConfig(max_model_len=MAX_TOKENS),
-            cache_config=CacheConfig(block_size=self.block_size),
-            scheduler_config=SchedulerConfig(max_num_seqs=max_rows, disable_hybrid_kv_cache_manager=True),
+            cache_config=CacheConfig(block_size=self.block_size, cache_dtype=self.cache_dtype),
+            scheduler_config=SchedulerConfig(max_num_seqs=max_rows, disable_hybrid_kv_cache_manager=not self.separate_blocks),
             additional_config=additional,
             speculative_config=speculative,
+            kv_transfer_config=self.connector,
         )
 
     def current_config(self) -> Any:

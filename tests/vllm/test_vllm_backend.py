@@ -10,7 +10,6 @@ from kvskim.engines.vllm import backend
 from kvskim.engines.vllm.backend import SkimBackend, SkimFlashAttentionBackend
 from kvskim.engines.vllm.implementation import SkimImpl
 from kvskim.engines.vllm.metadata import SkimMetadataBuilder
-from kvskim.engines.vllm.mla import RefusedMlaBackend
 from kvskim.errors import UnsupportedError
 
 ASKED = dict(
@@ -71,15 +70,12 @@ def test_fault_13_another_preferred_backend_is_said(caplog):
     assert not caplog.text
 
 
-def test_mla_is_refused_where_flash_attention_mla_would_be_taken(caplog):
-    assert validate(RefusedMlaBackend) == []
-    with pytest.raises(UnsupportedError, match="MLA"):
-        validate(RefusedMlaBackend, dict(use_mla=True))
-    assert validate(RefusedMlaBackend, dict(use_mla=True), on_unsupported="dense") == []
-    assert "MLA" in caplog.text
-    # CUSTOM is no MLA class: vLLM could not go on with it.
-    with pytest.raises(UnsupportedError, match="MLA"):
-        validate(SkimBackend, dict(use_mla=True), on_unsupported="dense")
+@pytest.mark.parametrize("cls", [SkimBackend, SkimFlashAttentionBackend])
+def test_mla_is_not_for_these_backends_and_the_sentence_says_where_it_goes(cls):
+    # vLLM could not go on with a class that is not for MLA, so this stops also where unsupported layers may be dense.
+    for settings in ({}, {"on_unsupported": "dense"}):
+        with pytest.raises(UnsupportedError, match="set KVSKIM_CONFIG, then kvskim takes the place of FLASH_ATTN_MLA"):
+            validate(cls, dict(use_mla=True), **settings)
 
 
 @pytest.mark.parametrize(("capability", "word"), [(DeviceCapability(7, 5), "7.5"), (None, "no CUDA GPU")])

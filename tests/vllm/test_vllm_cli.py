@@ -1,5 +1,6 @@
-"""`kvskim serve`, `kvskim doctor` and what `kvskim check` compares."""
+"""`kvskim serve`, `kvskim doctor` and `kvskim check`."""
 
+import json
 import sys
 
 import pytest
@@ -8,7 +9,8 @@ from typer.testing import CliRunner
 
 from kvskim import cli_vllm
 from kvskim.config import ConfigError
-from kvskim.engines.vllm.check import Agreement, compare
+from kvskim.engines.vllm import check
+from kvskim.engines.vllm.check import Agreement, compare, run_engine
 from kvskim.errors import KvskimError
 
 
@@ -20,6 +22,7 @@ def app(monkeypatch):
     result = typer.Typer()
     result.command("serve", context_settings=cli_vllm.PASS_THROUGH)(cli_vllm.serve)
     result.command("doctor")(cli_vllm.doctor)
+    result.command("check")(cli_vllm.check)
     return result
 
 
@@ -116,3 +119,93 @@ def test_compare():
     assert tie == Agreement(2, 1, pytest.approx(4 / 6), pytest.approx(0.1), pytest.approx(0.05))
     with pytest.raises(ValueError, match=r"longer|shorter"):
         compare(dense, {"outputs": []})
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), [
+    (("nowhere",), KvskimError, "there is no model folder at nowhere"),
+    (("MODEL", "--config", '{"tau": 3}'), ConfigError, "tau=3"),
+    (("MODEL", "--config", "nowhere.json"), ConfigError, "nowhere.json"),
+    (("MODEL", "--context", "4000"), KvskimError, "--context is 4000, and the model has 4096 positions, of which decode takes 129: set it to at most 3967"),
+    (("MODEL", "--tokens", "5000"), KvskimError, "--tokens is 5000, and the model has 4096 positions"),
+])
+def test_check_refuses_before_an_engine_is_started(app, model, monkeypatch, arguments, error, words):
+    monkeypatch.setattr(check, "run_engine", lambda *_, **__: pytest.fail("an engine was started"))
+    result = invoke(app, "check", *(model if word == "MODEL" else word for word in arguments))
+    assert isinstance(result.exception, error), result.output
+    assert words in str(result.exception)
+
+
+@pytest.mark.parametrize("option", [("--context", "10"), ("--prompts", "0"), ("--tokens", "1")])
+def test_check_refuses_numbers_out_of_range(app, model, option):
+    result = invoke(app, "check", model, *option)
+    assert result.exit_code == 2
+    assert option[0] in result.output
+
+
+def test_check_needs_a_supported_vllm(app, model, monkeypatch):
+    monkeypatch.setattr(cli_vllm, "version", lambda name: "0.23.0")
+    assert "this is vLLM 0.23.0" in str(invoke(app, "check", model).exception)
+
+    def missing(name):
+        raise cli_vllm.PackageNotFoundError(name)
+
+    monkeypatch.setattr(cli_vllm, "version", missing)
+    assert "kvskim[vllm]" in str(invoke(app, "check", model).exception)
+
+
+def engine_result(tokens, attended=100, ready=True):
+    outputs = [output(tokens, [-0.1] * len(tokens))]
+    return dict(outputs=outputs, seconds=1.0, ready=ready, activity=dict(attended=attended, total=100, covered=9.0, count=10), log=["kvskim was here"])
+
+
+@pytest.mark.parametrize(("everything", "ruled", "code", "words"), [
+    (engine_result([1, 2, 3]), engine_result([1, 2, 9], attended=30), 0, "30.0%"),
+    # With all pages selected the tokens are others.
+    (engine_result([4, 5, 6]), engine_result([1, 2, 3], attended=30), 1, "should be those of FLASH_ATTN"),
+    # The rule selected everything, or nothing was measured, or calibration did not end.
+    (engine_result([1, 2, 3]), engine_result([1, 2, 3]), 1, "NOT active"),
+    (engine_result([1, 2, 3]), engine_result([1, 2, 3], attended=0), 1, "NOT active"),
+    (engine_result([1, 2, 3]), engine_result([1, 2, 3], attended=30, ready=False), 1, "NOT active"),
+    # Equal tokens prove nothing where not all pages were selected, or none because vLLM's own attention ran.
+    (engine_result([1, 2, 3], attended=99), engine_result([1, 2, 3], attended=30), 1, "proves nothing"),
+    (engine_result([1, 2, 3], attended=0), engine_result([1, 2, 3], attended=30), 1, "proves nothing"),
+])
+def test_fault_29_check_passes_only_where_sparse_attention_ran_and_full_selection_agrees(app, model, monkeypatch, everything, ruled, code, words):
+    asked = []
+
+    def run(llm, prompts, *, settings, max_tokens, **more):
+        asked.append((settings, llm["max_model_len"], max(map(len, prompts))))
+        return [engine_result([1, 2, 3]), everything, ruled][len(asked) - 1]
+
+    monkeypatch.setattr(check, "run_engine", run)
+    monkeypatch.setattr("kvskim.demo.text.tokenize", lambda tokenizer, text: list(range(9000)))
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: None)
+    result = invoke(app, "check", model, "--config", '{"tau": 0.02}', "--tokens", "8")
+    assert result.exit_code == code, (result.output, result.exception)
+    assert words in " ".join(result.output.split())
+    assert "kvskim was here" in result.output
+    # Full attention without kvskim, then every page, then the rule as given, all on prompts that the model has positions for.
+    assert asked[0][0] is None
+    assert (asked[1][0]["rule"], asked[1][0]["budget"]) == ("budget", 1.0)
+    assert asked[2][0]["tau"] == 0.02
+    assert {length for _, length, _ in asked} == {4096}
+    assert {longest for _, _, longest in asked} == {4096 - 129}
+
+
+def test_an_engine_that_stops_or_hangs_is_an_error_with_its_last_lines(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    monkeypatch.setattr(check.sys, "executable", str(python))
+    for script, timeout, words in (
+        ("echo out of memory; exit 3", 30.0, r"stopped with exit status 3; its last lines:\nout of memory"),
+        ("echo still loading; exec sleep 20", 0.5, r"not done after 0\.5 seconds; its last lines:\nstill loading"),
+    ):
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        with pytest.raises(KvskimError, match=words):
+            run_engine({}, [[1]], settings=None, max_tokens=1, timeout=timeout)

@@ -27,6 +27,13 @@ def real():
     return flash_attn
 
 
+@pytest.fixture(scope="module")
+def real_vllm():
+    import real_vllm
+
+    return real_vllm
+
+
 @pytest.mark.parametrize("name", ["forward", "do_kv_cache_update", "process_weights_after_loading", "fused_rope_kvcache_supported"])
 def test_overridden_methods_of_the_implementation(real, name):
     from kvskim.engines.vllm.implementation import SkimImpl
@@ -105,94 +112,137 @@ def test_registration(monkeypatch):
             member.clear_override()
 
 
-def vllm_config(block_size=64, **scheduler):
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=block_size, num_gpu_blocks_override=None),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, **scheduler),
-        compilation_config=SimpleNamespace(static_forward_context={}),
-        model_config=SimpleNamespace(max_model_len=4096),
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1, tensor_parallel_size=1
-        ),
-        kv_transfer_config=None,
-    )
-
-
 def planned(config, layers, heads, head_size, record_bytes, dtype=torch.bfloat16):
-    """Specs of an attention layer and its records, ``layers`` times, in the order in which vLLM sees them."""
+    """Specs of an attention layer and its records, ``layers`` times, as vLLM's worker collects them."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from kvskim.engines.vllm.records import RecordsLayer
+    from kvskim.engines.vllm.backend import SkimBackend
+    from kvskim.engines.vllm.records import RecordsBackend, RecordsLayer
 
     names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
     records = {f"{name}.kvskim_records": RecordsLayer(name, heads, record_bytes, dtype) for name in names}
     block_size = config.cache_config.block_size
     specs = {name: FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=head_size, dtype=dtype) for name in names}
     specs |= {name: layer.get_kv_cache_spec(config) for name, layer in records.items()}
+    if hasattr(SkimBackend, "customize_spec"):
+        specs = {name: (RecordsBackend if name in records else SkimBackend).customize_spec(spec) for name, spec in specs.items()}
     return specs, records
 
 
+LAYOUTS = ["LBNHC", "LBHNC"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 @pytest.mark.parametrize(("head_size", "record_bytes"), [(128, 256), (64, 256), (128, 818)])
-def test_records_join_the_group_of_their_layers_and_the_number_of_blocks_is_exact(block_size, head_size, record_bytes):
-    from vllm.v1.core import kv_cache_utils
-
-    config = vllm_config(block_size)
+def test_records_join_the_group_of_their_layers_and_the_number_of_blocks_is_exact(real_vllm, block_size, head_size, record_bytes, layout):
+    planner = real_vllm.planner()
+    config = real_vllm.planning_config(block_size, layout)
     specs, _ = planned(config, 4, 2, head_size, record_bytes)
-    groups = kv_cache_utils.get_kv_cache_groups(config, specs)
+    groups = planner.get_kv_cache_groups(config, specs)
     assert len(groups) == 1
     assert set(groups[0].layer_names) == set(specs)
     memory = 256 * 2**20
-    plan = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, memory)
+    plan = planner.get_kv_cache_config_from_groups(config, groups, memory)
     keys_and_values = block_size * 2 * 2 * head_size * 2
     records = block_size // 16 * 2 * record_bytes
     assert plan.num_blocks == memory // (4 * (keys_and_values + records))
-    sizes = {tensor.shared_by[0]: tensor.size for tensor in plan.kv_cache_tensors}
-    assert all(size == plan.num_blocks * (records if "kvskim" in name else keys_and_values) for name, size in sizes.items())
+    sizes = real_vllm.bytes_of_layers(plan)
+    assert sizes == {name: plan.num_blocks * (records if "kvskim" in name else keys_and_values) for name in specs}
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_vllm_allocates_and_binds_records(block_size, real, monkeypatch):
-    from vllm.v1.core import kv_cache_utils
-    from vllm.v1.worker.gpu import attn_utils
-    from vllm.v1.worker.utils import AttentionGroup, bind_kv_cache
+def test_vllm_allocates_and_binds_records(real_vllm, block_size, layout, real, monkeypatch):
+    from vllm.v1.worker.utils import bind_kv_cache
 
     from kvskim.engines.vllm.layout import key_value_views
     from kvskim.engines.vllm.records import RecordsBackend
 
-    config = vllm_config(block_size)
-    specs, records = planned(config, 2, 2, 64, 256)
-    groups = kv_cache_utils.get_kv_cache_groups(config, specs)
-    plan = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, 2**20)
-    raw = attn_utils._allocate_kv_cache(plan, {}, torch.device("cpu"))
-
     class Attention(real.FlashAttentionBackend):
         @staticmethod
         def get_kv_cache_stride_order(include_num_layers_dimension=False):
-            return (0, 1, 2, 3, 4)
+            return (0, 2, 1, 3) if real_vllm.packed() else (0, 1, 2, 3, 4)
 
-    mains = [name for name in specs if name not in records]
-    attention_groups = [
-        AttentionGroup(Attention, mains, specs[mains[0]], 0), AttentionGroup(RecordsBackend, list(records), specs[next(iter(records))], 0),
-    ]
+    planner = real_vllm.planner()
+    config = real_vllm.planning_config(block_size, layout)
+    specs, records = planned(config, 2, 2, 64, 256)
+    plan = planner.get_kv_cache_config_from_groups(config, planner.get_kv_cache_groups(config, specs), 2**20)
+    backends = {name: RecordsBackend if name in records else Attention for name in specs}
+    caches = real_vllm.allocate(config, plan, specs, backends, block_size)
     # Two caches in one layer of the model: vLLM takes that on a GPU.
-    monkeypatch.setattr("vllm.v1.worker.utils.current_platform", SimpleNamespace(is_cuda_alike=lambda: True))
-    caches = attn_utils._reshape_kv_cache(attention_groups, raw, "auto", [block_size], {}, plan)
-    context = {**{name: SimpleNamespace() for name in mains}, **records}
+    platform = SimpleNamespace(is_cuda_alike=lambda: True, check_runner_kv_caches_multi_layer=lambda: None)
+    monkeypatch.setattr("vllm.v1.worker.utils.current_platform", platform)
+    mains = [name for name in specs if name not in records]
+    context = {**{name: real_vllm.BoundLayer() for name in mains}, **records}
     bind_kv_cache(caches, context, [])
+    pages = block_size // 16
     for name, layer in records.items():
-        assert layer.records.shape == (plan.num_blocks * block_size // 16, 2, 256)
-        assert layer.records.data_ptr() == raw[name].data_ptr()
+        assert layer.records.shape == (plan.num_blocks * pages, 2, 256)
+        # vLLM moves whole blocks: the records of a block are in it, all of them.
+        block = torch.arange(pages * 2 * 256).remainder(251).to(torch.uint8).view(pages, 2, 256)
+        layer.records.zero_()
+        layer.records[3 * pages : 4 * pages] = block
+        caches[name][5] = caches[name][3]
+        assert torch.equal(layer.records[5 * pages : 6 * pages], block)
+        assert layer.records.any(-1).any(-1).sum() == 2 * pages
     key, value = key_value_views(context[mains[0]].kv_cache, 64)
     assert key.shape == value.shape == (plan.num_blocks, block_size, 2, 64)
 
 
-def test_manager_and_names():
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_vllms_offloading_connector_moves_records_with_their_keys(real_vllm, block_size, layout, real, monkeypatch):
+    """What the connector registers is what it copies: block 3 goes to the host and comes back as block 5."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+
+    from kvskim.engines.vllm.records import RecordsBackend
+
+    class Attention(real.FlashAttentionBackend):
+        @staticmethod
+        def get_kv_cache_stride_order(include_num_layers_dimension=False):
+            return (0, 2, 1, 3) if real_vllm.packed() else (0, 1, 2, 3, 4)
+
+    planner = real_vllm.planner()
+    config = real_vllm.planning_config(block_size, layout)
+    specs, records = planned(config, 2, 2, 64, 256)
+    plan = planner.get_kv_cache_config_from_groups(config, planner.get_kv_cache_groups(config, specs), 2**20)
+    backends = {name: RecordsBackend if name in records else Attention for name in specs}
+    caches = real_vllm.allocate(config, plan, specs, backends, block_size)
+    registered = []
+    spec = real_vllm.Settings(kv_cache_config=plan, get_worker=registered.append, get_handlers=lambda caches: registered.append(caches) or ())
+    given = {"spec": spec, "vllm_config": config, "kv_cache_config": plan}
+    wanted = [name for name in inspect.signature(OffloadingConnectorWorker).parameters if name in given]
+    OffloadingConnectorWorker(**{name: given[name] for name in wanted}).register_kv_caches(caches)
+    (canonical,) = registered
+    (refs,) = canonical.group_data_refs
+    for number, cache in enumerate(caches.values()):
+        cache[3] = number + 1
+    for ref in refs:
+        blocks = canonical.tensors[ref.tensor_idx].tensor
+        blocks[5, : ref.page_size_bytes] = blocks[3, : ref.page_size_bytes].clone()
+    for number, cache in enumerate(caches.values()):
+        assert (cache[5] == number + 1).all()
+        assert (cache[4] == 0).all()
+
+
+def test_layouts_that_scatter_the_blocks_of_a_layer_are_not_chosen(real_vllm):
+    if not real_vllm.one_layout():
+        pytest.skip("one order for all layers comes with a later version")
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+
+    from kvskim.engines.vllm.backend import SkimBackend
+    from kvskim.engines.vllm.records import RecordsBackend
+
+    assert [layout.name for layout in get_supported_kv_cache_layouts([SkimBackend, RecordsBackend])] == LAYOUTS
+
+
+def test_manager_and_names(real_vllm):
     from vllm.model_executor.models.utils import extract_layer_index
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    specs, records = planned(vllm_config(), 1, 2, 128, 256)
+    specs, records = planned(real_vllm.planning_config(64), 1, 2, 128, 256)
     name, layer = next(iter(records.items()))
     assert layer.layer_name == name
     assert extract_layer_index(name) == 0
@@ -200,10 +250,10 @@ def test_manager_and_names():
     assert KVCacheSpecRegistry.get_manager_class(specs[name]) is FullAttentionManager
 
 
-def test_specs_travel_between_processes():
+def test_specs_travel_between_processes(real_vllm):
     import pickle
 
-    specs, _ = planned(vllm_config(), 1, 2, 128, 256)
+    specs, _ = planned(real_vllm.planning_config(64), 1, 2, 128, 256)
     assert pickle.loads(pickle.dumps(specs)) == specs
 
 
@@ -252,30 +302,6 @@ def test_the_stand_in_has_vllms_names():
     assert checked > 15
 
 
-def real_config(additional, max_rows, block_size):
-    """What the real layers and builders read of vLLM's configuration."""
-    from mini_engine import MAX_TOKENS
-
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            model="nowhere", dtype=torch.bfloat16, max_model_len=MAX_TOKENS, is_hybrid=False, runner_type="generate", is_mm_prefix_lm=False, use_mla=False,
-            get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 64, get_num_attention_heads=lambda _: 4, get_num_kv_heads=lambda _: 2,
-            hf_text_config=SimpleNamespace(to_dict=lambda: {"model_type": "none"}),
-        ),
-        cache_config=SimpleNamespace(
-            block_size=block_size, cache_dtype="auto", user_specified_block_size=False, sliding_window=None, calculate_kv_scales=False,
-            kv_cache_dtype_skip_layers=[], enable_prefix_caching=True,
-        ),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1),
-        scheduler_config=SimpleNamespace(max_num_seqs=max_rows, disable_hybrid_kv_cache_manager=True),
-        compilation_config=SimpleNamespace(
-            static_forward_context={}, max_cudagraph_capture_size=8, cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True)
-        ),
-        attention_config=SimpleNamespace(backend=None, flash_attn_max_num_splits_for_cuda_graph=32),
-        speculative_config=None, kv_transfer_config=None, additional_config=additional,
-    )
-
-
 def torch_flash_attention(q, k, v, out, cu_seqlens_q, seqused_k, block_table, softmax_scale, causal, softcap, scheduler_metadata, **_):
     """What `flash_attn_varlen_func` computes, one request after the other."""
     assert causal is True
@@ -303,16 +329,24 @@ def torch_write(key, value, key_cache, value_cache, slot_mapping, *_):
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_vllms_own_layers_and_builders_with_kvskim_in_them(monkeypatch, real, block_size):
+def test_vllms_own_layers_and_builders_with_kvskim_in_them(monkeypatch, real, real_vllm, block_size):
     """vLLM's `Attention`, `FlashAttentionImpl` and metadata builder on a CPU, with torch in the place of its two kernels."""
-    from mini_engine import MiniEngine, Request
+    from mini_engine import MAX_TOKENS, MiniEngine, Request
     from vllm.config import vllm as config_module
 
     from kvskim.engines.vllm import facts, probe
 
     class Engine(MiniEngine):
         def make_config(self, additional, max_rows, speculative):
-            return real_config(additional, max_rows, self.block_size)
+            return real_vllm.layer_config(additional, max_rows, self.block_size, MAX_TOKENS)
+
+        def _bind(self, num_blocks):
+            for layer in self.layers:
+                layer.kv_cache = real_vllm.empty_keys_and_values(num_blocks, self.block_size, self.num_kv_heads, self.head_size, torch.nan)
+            for layer in self.records_layers():
+                shape = (num_blocks, self.block_size // 16, self.num_kv_heads, layer.record_bytes // 2)
+                cache = torch.full(shape, torch.nan, dtype=layer.element_dtype)
+                layer.kv_cache = cache.transpose(1, 2) if real_vllm.one_layout() else cache
 
         def current_config(self):
             patch = pytest.MonkeyPatch.context()
@@ -346,3 +380,85 @@ def test_vllms_own_layers_and_builders_with_kvskim_in_them(monkeypatch, real, bl
             pages = torch.tensor([block * per_block + page for block, page in places])
             assert probe.untrue_records(e.state, pages) == dict.fromkeys(e.state.layers, 0)
         assert all(6 in layer.counts[:2] for layer in engine.state.layers.values())
+
+
+# What vLLM's FlashAttention may claim to support, and where kvskim answers for it. A claim that is not here is new: it has to be judged.
+JUDGED_CLAIMS = {
+    "supports_attn_type": "layer_refusal: decoder only",
+    "supports_alibi": "layer_refusal",
+    "supports_alibi_sqrt": "layer_refusal",
+    "supports_sink": "layer_refusal",
+    "supports_mm_prefix": "layer_refusal: bidirectional",
+    "supports_non_causal": "layer_refusal: bidirectional",
+    "supports_non_causal_dcp": "layer_refusal: bidirectional",
+    "supports_per_head_quant_scales": "layer_refusal",
+    "supports_batch_invariance": "engine_refusal",
+    "supports_rswa": "engine_refusal: reference_window",
+    "supports_dcp": "engine_refusal: context_parallel",
+    "supports_pcp": "engine_refusal: context_parallel",
+    "supports_head_size": "layer_refusal",
+    "supports_dtype": "engine_refusal",
+    "supports_kv_cache_dtype": "engine_refusal",
+    "supports_block_size": "engine_refusal",
+    "supports_compute_capability": "engine_refusal",
+    "supports_combination": "head size, dtype and cache type, refused by themselves",
+    "supports_sliding_window": "windowed layers stay dense",
+    "supports_kv_connector": "records are a cache layer that connectors move",
+    "supports_kv_cache_update_bypass": "refused by SkimBackend",
+    "supports_device_cpu_query_lens_mismatch": "refused by SkimBackend",
+    "supports_quant_query_input": "quantised caches are refused",
+}
+
+
+def test_no_capability_of_flash_attention_is_inherited_unjudged(real):
+    claims = {name for name in dir(real.FlashAttentionBackend) if name.startswith("supports_")}
+    assert {"supports_attn_type", "supports_sink", "supports_head_size"} <= claims
+    assert claims - set(JUDGED_CLAIMS) == set()
+
+
+def test_what_would_write_keys_past_the_records_is_refused(real):
+    from kvskim.engines.vllm.backend import SkimBackend, SkimFlashAttentionBackend
+    from kvskim.engines.vllm.implementation import SkimImpl
+
+    for cls in (SkimBackend, SkimFlashAttentionBackend):
+        assert cls.supports_kv_cache_update_bypass is False
+        assert cls.supports_device_cpu_query_lens_mismatch() is False
+        assert cls.forward_includes_kv_cache_update is False
+    assert SkimImpl.fused_rope_kvcache_supported(None) is False
+
+
+def test_every_other_field_of_a_step_has_a_default():
+    """`_rows_from` resets what it does not know."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    known = {
+        "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "block_table_tensor",
+        "slot_mapping",
+    }
+    assert [f.name for f in dataclasses.fields(CommonAttentionMetadata) if f.default is dataclasses.MISSING and f.name not in known] == []
+
+
+def source(module: str) -> str:
+    """Source of a module of vLLM that can't be imported without its compiled part."""
+    from pathlib import Path
+
+    path = Path(vllm.__file__).parent.joinpath(*module.split(".")[1:])
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+
+
+@pytest.mark.parametrize(("module", "parts"), [
+    ("vllm.v1.attention.backends.mla.flashattn_mla", ["class FlashAttnMLABackend("]),
+    ("vllm.model_executor.layers.rotary_embedding", ["_ROPE_DICT", "RotaryEmbedding(", "Llama3RotaryEmbedding("]),
+    ("vllm.model_executor.layers.rotary_embedding.base", ["def _compute_inv_freq(self, base", "self.is_neox_style =", "self.base =", "self.head_size ="]),
+    ("vllm.plugins", ['"vllm.general_plugins"']),
+    ("vllm.engine.arg_utils", ["--attention-backend", "--additional-config", "--disable-hybrid-kv-cache-manager"]),
+    ("vllm.entrypoints.cli.main", ["def main("]),
+    ("vllm.envs", ["VLLM_BATCH_INVARIANT", "VLLM_ENABLE_V1_MULTIPROCESSING"]),
+    ("vllm.v1.core.kv_cache_utils", ["block_hash_num_tokens"]),
+    ("vllm.v1.core.block_pool", ["self.blocks"]),
+    ("vllm.distributed", ["parallel_state"]),
+    ("vllm.distributed.parallel_state", ["def get_tensor_model_parallel_rank(", "def get_tensor_model_parallel_world_size("]),
+])
+def test_names_that_are_used_where_a_gpu_is(module, parts):
+    text = source(module)
+    assert [part for part in parts if part not in text] == []

@@ -61,15 +61,28 @@ def test_records_are_bytes_by_physical_page():
     assert raw[(9 * 3 + 2) * 256 + 5] == 77
 
 
-def test_records_with_heads_before_pages():
-    bound = torch.zeros(6, 3, 1, 64, dtype=torch.bfloat16)
-    assert records_view(bound, 3, 128).shape == (6, 3, 128)
-    with pytest.raises(ValueError, match="bound as"):
-        records_view(torch.zeros(6, 3, 2, 64, dtype=torch.bfloat16), 3, 128)
+@pytest.mark.parametrize("order", ["pages before heads", "heads before pages"])
+@pytest.mark.parametrize("heads", [1, 3, 4])
+def test_records_of_a_block_stay_in_its_memory_in_any_order(order, heads):
+    """vLLM 0.29 and later bind heads before pages, in either order in memory. Pages of a block come first, so that every record is one run of bytes."""
+    pages, elements = 4, 64
+    shape = (6, pages, heads, elements) if order == "pages before heads" else (6, heads, pages, elements)
+    raw = torch.zeros(6 * pages * heads * elements, dtype=torch.bfloat16)
+    memory = raw.view(shape)
+    for bound in (memory, memory.transpose(1, 2)):
+        raw.zero_()
+        records = records_view(bound, heads, 2 * elements)
+        assert records.shape == (6 * pages, heads, 2 * elements)
+        assert records.is_contiguous()
+        records[2 * pages : 3 * pages] = 1
+        assert bound[2].ne(0).all()
+        assert bound.ne(0).sum() == pages * heads * elements
 
 
 @pytest.mark.parametrize("bound", [
     torch.zeros(4, 2, 3, 64, dtype=torch.float16), torch.zeros(4, 2, 3, 128), torch.zeros(4, 2, 6, 128, dtype=torch.float16)[:, :, ::2],
+    # Two kv heads are not three; and blocks of another layer in between.
+    torch.zeros(6, 2, 2, 128, dtype=torch.float16), torch.zeros(4, 2, 2, 3, 128, dtype=torch.float16)[:, 0],
 ])
 def test_other_records_are_refused(bound):
     with pytest.raises(ValueError, match="records of a layer were bound"):

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvskim.engines.vllm.records import RecordsBackend, RecordsLayer, RecordsMetadataBuilder
-from kvskim.errors import UnsupportedError
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
@@ -30,16 +29,3 @@ def test_name_and_metadata_never_limit_vllm():
     assert builder.reorder_batch_threshold is None
     common = object()
     assert builder.build(0, common) is common
-
-
-def test_fault_9_layers_with_blocks_of_their_own_are_refused():
-    class Windowed:
-        sliding_window = 512
-
-    config = VllmConfig(scheduler_config=SchedulerConfig(disable_hybrid_kv_cache_manager=False))
-    config.compilation_config.static_forward_context.update({"a": Windowed(), "b": object()})
-    layer = RecordsLayer("model.layers.3.self_attn.attn", 8, 256, torch.bfloat16)
-    with pytest.raises(UnsupportedError, match="--disable-hybrid-kv-cache-manager"):
-        layer.get_kv_cache_spec(config)
-    config.scheduler_config.disable_hybrid_kv_cache_manager = True
-    assert layer.get_kv_cache_spec(config).page_size_bytes == 8 * 256

@@ -32,7 +32,7 @@ def main() -> int:
     length = max(map(len, answers))
     warm = token_ids(tokenizer, other_text(), 6000)
     llm = engine(a.model, "full", enable_prefix_caching=True)
-    settings = {"kernels": a.kernels, "calibration": a.calibration, **json.loads(a.settings)}
+    settings = {"kernels": a.kernels, "calibration": a.calibration, "full_pages": 0, **json.loads(a.settings)}
     runs = {
         "FLASH_ATTN": run_engine(llm, prompts, settings=None, max_tokens=length, batches=(8,)),
         "kvskim": run_engine(llm, prompts, settings=settings, max_tokens=length, batches=(8,), warm_prompt=warm, activity=True),

@@ -39,7 +39,7 @@ def main() -> int:
             a.model, a.mode, block_size=a.block_size, num_gpu_blocks_override=a.blocks * 16 // a.block_size, max_num_batched_tokens=1024,
             enable_prefix_caching=True, enable_chunked_prefill=True,
         ),
-        attention_backend="CUSTOM", additional_config={"kvskim": {"selector": a.selector, "kernels": a.kernels}},
+        attention_backend="CUSTOM", additional_config={"kvskim": {"selector": a.selector, "kernels": a.kernels, "full_pages": 0}},
     )
     state = probe.state_of(llm)
     assert state is not None

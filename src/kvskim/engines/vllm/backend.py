@@ -18,9 +18,17 @@ from kvskim.errors import UnsupportedError
 logger = logging.getLogger("vllm.kvskim")
 _warned: set[str] = set()
 
+MLA_ELSEWHERE = (
+    "this backend of kvskim is not for latent attention (MLA): leave --attention-backend out and set KVSKIM_CONFIG, "
+    "then kvskim takes the place of FLASH_ATTN_MLA"
+)
+
 
 class SkimBackend(FlashAttentionBackend):
     """kvskim as the backend ``CUSTOM``: ``--attention-backend CUSTOM``."""
+
+    # Some versions let a fused operation write K and V past do_kv_cache_update where a backend allows it: records would not be made.
+    supports_kv_cache_update_bypass = False
 
     @staticmethod
     def get_name() -> str:
@@ -36,12 +44,19 @@ class SkimBackend(FlashAttentionBackend):
         return SkimMetadataBuilder
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # Which rows decode is read from the query lengths on the host.
+        return False
+
+    @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """vLLM's own check, after ours. A refusal stops the engine: an empty list of backends or another backend would hide it."""
         config = effective_config()
+        if kwargs.get("use_mla", False):
+            raise UnsupportedError(MLA_ELSEWHERE)
         refusal = _refusal(config, **kwargs)
         if refusal is not None:
-            if config.on_unsupported == "refuse" or kwargs.get("use_mla", False):
+            if config.on_unsupported == "refuse":
                 raise UnsupportedError(refusal)
             warn_once(f"attention is vLLM's own: {refusal}")
         reasons = super().validate_configuration(*args, **kwargs)
@@ -84,7 +99,6 @@ def _refusal(config: SkimConfig, **asked: Any) -> str | None:
         num_heads=1,
         num_kv_heads=1,
         attention_type=str(getattr(asked.get("attn_type"), "value", asked.get("attn_type") or "decoder")),
-        mla=bool(asked.get("use_mla", False)),
         sinks=bool(asked.get("has_sink", False)),
         bidirectional=bool(asked.get("use_mm_prefix", False) or asked.get("use_non_causal", False)),
         per_head_scales=bool(asked.get("use_per_head_quant_scales", False)),

@@ -136,11 +136,15 @@ class Calibrator:
 
     def capture(self, layer: LayerState, query: Tensor, key: Tensor, segments: Sequence[Segment]) -> None:
         """Copy the keys ``[T, H, D]`` and queries ``[T, Hq, D]`` of the segments aside."""
-        keys, queries = self._keys[layer.name], self._queries[layer.name]
         for s in segments:
-            keys[s.target : s.target + s.count].copy_(key[s.start : s.start + s.count])
-            first = s.target // QUERY_STRIDE
-            queries[first : first + s.count // QUERY_STRIDE].copy_(query[s.start : s.start + s.count : QUERY_STRIDE])
+            tokens = slice(s.start, s.start + s.count)
+            self.keep(layer, query[tokens][::QUERY_STRIDE], key[tokens], s.target)
+
+    def keep(self, layer: LayerState, queries: Tensor, keys: Tensor, target: int) -> None:
+        """Copy the keys ``[n, H, D]`` of one segment and every fourth of its queries ``[n / 4, Hq, D]`` to position ``target``."""
+        self._keys[layer.name][target : target + keys.shape[0]].copy_(keys)
+        first = target // QUERY_STRIDE
+        self._queries[layer.name][first : first + queries.shape[0]].copy_(queries)
 
     def advance(self, state: SkimState) -> None:
         """One step of work once enough is captured: fit the next layer, and after the last one switch to sparse."""
@@ -237,21 +241,31 @@ def later_positions(max_model_len: int) -> tuple[int, ...]:
     return tuple(room * (n + 1) // LATER_COPIES for n in range(LATER_COPIES))
 
 
-def vllm_rotary(head_size: int) -> Rotary | None:
-    """The model's rotary embedding, taken from vLLM's; None where there is not exactly one of that head size, or it is of another kind."""
+def vllm_rotary(head_size: int, latent_size: int | None = None) -> Rotary | None:
+    """The model's rotary embedding, taken from vLLM's; None where there is not exactly one of that head size, or it is of another kind.
+
+    latent_size: with latent attention, the channels of a key before its rotary part.
+    """
     from vllm.model_executor.layers import rotary_embedding
 
-    modules = [m for m in getattr(rotary_embedding, "_ROPE_DICT", {}).values() if getattr(m, "head_size", None) == head_size]
+    first = latent_size or 0
+    modules = [m for m in getattr(rotary_embedding, "_ROPE_DICT", {}).values() if getattr(m, "head_size", None) == head_size - first]
     # The kinds that only turn, at speeds that do not depend on the length of a request.
-    if len(modules) != 1 or type(modules[0]).__name__ not in ("RotaryEmbedding", "Llama3RotaryEmbedding"):
+    kind = type(modules[0]).__name__ if len(modules) == 1 else ""
+    if kind in ("RotaryEmbedding", "Llama3RotaryEmbedding"):
+        speeds = modules[0]._compute_inv_freq(modules[0].base)
+    elif kind == "DeepseekScalingRotaryEmbedding":
+        speeds = modules[0]._compute_inv_freq(modules[0].scaling_factor)
+    else:
         return None
-    speeds = modules[0]._compute_inv_freq(modules[0].base)
-    return Rotary(speeds.float().cpu(), interleaved=not modules[0].is_neox_style)
+    return Rotary(speeds.float().cpu(), interleaved=not modules[0].is_neox_style, first=first)
 
 
 def heads_of_this_rank(vllm_config: Any) -> tuple[int, int, int]:
-    """(kv heads of the model, first of this tensor-parallel rank, number on this rank)."""
+    """(kv heads of the model, first of this tensor-parallel rank, number on this rank). With latent attention every rank has the one there is."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
+    if getattr(vllm_config.model_config, "use_mla", False):
+        return 1, 0, 1
     total = vllm_config.model_config.get_total_num_kv_heads()
     return (total, *rank_heads(total, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()))

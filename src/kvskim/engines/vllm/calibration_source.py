@@ -28,7 +28,11 @@ def model_settings(model_config: Any) -> dict[str, Any]:
         ).get_text_config()
     except (OSError, ValueError):
         config = model_config.hf_text_config
-    return dict(config.to_dict())
+    settings = dict(config.to_dict())
+    if getattr(model_config, "use_mla", False):
+        # Elsewhere the same model is calibrated with the keys of its heads; here with its latent rows.
+        settings["model_type"] = f"{settings.get('model_type')}, latent rows"
+    return settings
 
 
 def find_calibration(config: SkimConfig, selector: Selector, vllm_config: Any, layers: Iterable[int]) -> tuple[Calibration | None, str]:
@@ -45,7 +49,8 @@ def find_calibration(config: SkimConfig, selector: Selector, vllm_config: Any, l
     """
     model = vllm_config.model_config
     fingerprint = model_fingerprint(model_settings(model))
-    shape = model.get_total_num_kv_heads(), model.get_head_size()
+    # With latent attention the model has many heads and its cache one.
+    shape = 1 if getattr(model, "use_mla", False) else model.get_total_num_kv_heads(), model.get_head_size()
     if config.calibration != "auto":
         file = Path(config.calibration).expanduser()
         calibration = load_calibration(file)

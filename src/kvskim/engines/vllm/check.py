@@ -20,12 +20,17 @@ from typing import Any
 from kvskim.config import publish
 from kvskim.errors import KvskimError
 
-ALL_PAGES: dict[str, Any] = {"rule": "budget", "budget": 1.0}
+ALL_PAGES: dict[str, Any] = {"rule": "budget", "budget": 1.0, "full_pages": 0}
 """Settings under which scoring and selection run, and every page is selected."""
 WARM_STEPS = 128
 """Tokens decoded at a time to let a calibration from first prompts come to its end: it fits one layer in a step."""
 LIKELIEST = 3
 """Likeliest tokens that are kept for each place, to tell a near tie from an error."""
+
+
+def tokens_beside(max_tokens: int) -> int:
+    """Positions that an engine of `run_engine` needs beside those of its longest prompt."""
+    return max(max_tokens, WARM_STEPS) + 1
 
 
 @dataclass(frozen=True)
@@ -99,12 +104,25 @@ def run_engine(
         spec_file, result_file = Path(folder, "spec.json"), Path(folder, "result.json")
         spec_file.write_text(json.dumps(spec), encoding="utf-8")
         command = [sys.executable, "-m", "kvskim.engines.vllm.check", str(spec_file), str(result_file)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=timeout)
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=timeout)
+        except subprocess.TimeoutExpired as expired:
+            printed = (expired.stdout or b"").decode(errors="replace") if isinstance(expired.stdout, bytes) else expired.stdout or ""
+            raise KvskimError(f"the engine was not done after {timeout:g} seconds; its last lines:\n{printed[-6000:]}") from None
         if done.returncode or not result_file.is_file():
             raise KvskimError(f"the engine stopped with exit status {done.returncode}; its last lines:\n{done.stdout[-6000:]}")
         result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
     result["log"] = [line for line in done.stdout.splitlines() if "kvskim" in line]
     return result
+
+
+def has_latent_attention(model: str) -> bool:
+    """Whether the model in this folder has MLA; False where there is no ``config.json`` to tell."""
+    file = Path(model, "config.json")
+    if not file.is_file():
+        return False
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    return bool(settings.get("text_config", settings).get("kv_lora_rank"))
 
 
 def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,8 +134,12 @@ def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     # vLLM calls it too, where the package is installed and not only on the path.
+    latent = has_latent_attention(spec["llm"]["model"])
+    if latent and sparse:
+        # There kvskim is no backend by a name of its own: it takes the place of FlashAttention.
+        publish("KVSKIM_CONFIG", json.dumps(spec["settings"]))
     plugin.register_plugin()
-    arguments = dict(spec["llm"], attention_backend="CUSTOM" if sparse else "FLASH_ATTN")
+    arguments = dict(spec["llm"], attention_backend="FLASH_ATTN_MLA" if latent else "CUSTOM" if sparse else "FLASH_ATTN")
     if sparse:
         arguments["additional_config"] = {"kvskim": spec["settings"]}
     started = time.perf_counter()

@@ -25,7 +25,9 @@ def engine_facts(vllm_config: VllmConfig, config: SkimConfig) -> EngineFacts:
         block_size=cache.block_size if cache.user_specified_block_size else None,
         context_parallel=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
         state_space_layers=bool(getattr(model, "is_hybrid", False)),
+        reference_window=getattr(model, "rswa_window", None) is not None,
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+        connector=kv_connector(vllm_config),
         overlapped_batches=bool(getattr(parallel, "enable_dbo", False)),
         variant=config.variant,
         page_frame=bool(config.selector_options.get("page_frame", False)),
@@ -43,11 +45,26 @@ def gpu_capability() -> tuple[int, int] | None:
 
 def is_draft_model(vllm_config: VllmConfig) -> bool:
     """Whether the model being built is the draft model of speculative decoding, which stays dense."""
-    speculative: Any = vllm_config.speculative_config
-    if speculative is None:
+    if vllm_config.speculative_config is None:
         return False
-    model = vllm_config.model_config
-    return getattr(model, "runner_type", "") == "draft" or model is getattr(speculative, "draft_model_config", None)
+    if getattr(vllm_config.model_config, "runner_type", "") == "draft":
+        return True
+    # vLLM's newer runner builds a draft model under the configuration of the model that it drafts for, once that one has its weights.
+    states = (getattr(getattr(layer, "impl", None), "skim_state", None) for layer in vllm_config.compilation_config.static_forward_context.values())
+    return any(state.layers or state.dense for state in states if state is not None)
+
+
+def kv_connector(vllm_config: VllmConfig) -> str | None:
+    """What moves the cache in and out of this engine: the name of the connector, with its kind of store where it has several.
+
+    None: nothing, or one of kvskim's own.
+    """
+    transfer: Any = vllm_config.kv_transfer_config
+    name = getattr(transfer, "kv_connector", None)
+    if name is None or str(getattr(transfer, "kv_connector_module_path", None) or "").startswith("kvskim."):
+        return None
+    store = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("spec_name")
+    return name if store in (None, "CPUOffloadingSpec") else f"{name} with {store}"
 
 
 def layer_index(name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from kvskim.engines.vllm.facts import engine_facts, is_draft_model, layer_index
 from kvskim.engines.vllm.metadata import SkimMetadata
 from kvskim.engines.vllm.records import RecordsLayer
 from kvskim.engines.vllm.state import LayerState, SkimState
-from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal
+from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal, mixed_windows_refusal
 from kvskim.errors import UnsupportedError
 
 
@@ -25,9 +26,6 @@ class SkimImpl(FlashAttentionImpl):
     Raises:
         UnsupportedError: the layer can't be sparse, and ``on_unsupported`` is ``refuse``.
     """
-
-    # Later versions may let a fused operation write K past do_kv_cache_update: records would not be made.
-    supports_kv_cache_update_bypass = False
 
     def __init__(
         self,
@@ -66,12 +64,18 @@ class SkimImpl(FlashAttentionImpl):
                 sinks=sinks is not None,
                 shares_cache_of=kv_sharing_target_layer_name,
             )
-            refusal = engine_refusal(engine_facts(self._vllm_config, self.skim_state.config)) or layer_refusal(facts)
-            if refusal is not None:
-                if self.skim_state.config.on_unsupported == "refuse":
-                    raise UnsupportedError(refusal)
-                self.dense_because = refusal
-                self.skim_state.metrics.unsupported(refusal)
+            # A checkpoint may ask for another type of cache than the engine was started with, and a layer may be left out of that.
+            engine = replace(engine_facts(self._vllm_config, self.skim_state.config), cache_dtype=str(kv_cache_dtype))
+            self._refuse(engine_refusal(engine) or layer_refusal(facts))
+
+    def _refuse(self, refusal: str | None) -> None:
+        """Stop the engine, or leave this layer dense where the configuration asks for that; None: nothing speaks against it."""
+        if refusal is None:
+            return
+        if self.skim_state.config.on_unsupported == "refuse":
+            raise UnsupportedError(refusal)
+        self.dense_because = refusal
+        self.skim_state.metrics.unsupported(refusal)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Find out which layer this is, and put its records beside it. vLLM calls this once per layer after loading, or again on a reload."""
@@ -85,6 +89,10 @@ class SkimImpl(FlashAttentionImpl):
             self.dense_because = type(module).__name__
         if self.dense_because is None and self.skim_state.config.is_dense(index):
             self.dense_because = "dense_layers"
+        if self.dense_because is None:
+            # All layers are there now.
+            windowed = sum(1 for layer in layers.values() if _is_windowed(layer))
+            self._refuse(mixed_windows_refusal(windowed, not self._vllm_config.scheduler_config.disable_hybrid_kv_cache_manager))
         if self.dense_because is not None:
             self.skim_state.dense[name] = self.dense_because
             return
@@ -152,5 +160,9 @@ class SkimImpl(FlashAttentionImpl):
             self.skim_state.encode(self.skim_layer, slot_mapping)
 
     def fused_rope_kvcache_supported(self) -> bool:
-        # As above.
+        # A fused operation would write K past do_kv_cache_update: records would not be made.
         return False
+
+
+def _is_windowed(layer: Any) -> bool:
+    return getattr(layer, "sliding_window", None) is not None or getattr(layer, "attention_chunk_size", None) is not None

@@ -48,16 +48,20 @@ def records_shape(num_blocks: int, block_size: int, num_kv_heads: int, record_by
 def records_view(bound: Tensor, num_kv_heads: int, record_bytes: int) -> Tensor:
     """The bound records of a layer as uint8 ``[pages, kv heads, record_bytes]``, indexed by physical page.
 
+    vLLM binds ``[blocks, pages, kv heads, elements]``, or from 0.29 on ``[blocks, kv heads, pages, elements]`` with heads or pages outermost in memory.
+    It copies and moves records by whole blocks only, so the order inside a block is kvskim's own: pages first, as the operations want it.
+
     Raises:
-        ValueError: the tensor is not made of such records, or they are not contiguous.
+        ValueError: the tensor is not made of such records, or its blocks are not dense.
     """
     elements = record_bytes // 2
     if bound.dim() != 4 or bound.element_size() != 2 or bound.shape[3] != elements:
         raise ValueError(f"the records of a layer were bound as {bound.dtype} {tuple(bound.shape)}; expected two-byte elements [.., .., .., {elements}]")
-    if bound.shape[2] != num_kv_heads:
-        if bound.shape[1] != num_kv_heads or bound.shape[2] != 1:
-            raise ValueError(f"the records of a layer were bound as {tuple(bound.shape)}; expected [blocks, pages, {num_kv_heads}, {elements}]")
-        bound = bound.transpose(1, 2)
-    if not bound.is_contiguous():
-        raise ValueError(f"the records of a layer were bound with strides {bound.stride()}; kvskim needs contiguous records")
-    return bound.view(torch.uint8).view(-1, num_kv_heads, record_bytes)
+    if num_kv_heads not in bound.shape[1:3]:
+        raise ValueError(f"the records of a layer were bound as {tuple(bound.shape)}; expected [blocks, pages, {num_kv_heads}, {elements}]")
+    rows = bound.shape[1] * bound.shape[2]
+    block = bound[0]
+    if (bound.shape[0] > 1 and bound.stride(0) != rows * elements) or not (block.is_contiguous() or block.transpose(0, 1).is_contiguous()):
+        raise ValueError(f"the records of a layer were bound with strides {bound.stride()}; kvskim needs dense blocks of records, one after the other")
+    dense = bound.as_strided((bound.shape[0] * rows, elements), (elements, 1))
+    return dense.view(torch.uint8).view(-1, num_kv_heads, record_bytes)

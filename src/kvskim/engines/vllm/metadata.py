@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashA
 
 from kvskim.engines.vllm.calibrate import Segment
 from kvskim.engines.vllm.state import SkimState
+from kvskim.engines.vllm.step import begin_step
 from kvskim.engines.vllm.support import leading_single_token_rows
 
 
@@ -40,7 +41,7 @@ class SkimMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._state = _sparse_state(vllm_config, layer_names)
+        self._state = sparse_state(vllm_config, layer_names)
         if self._state is not None:
             # The older model runner orders requests by this: decode rows first. The newer one always does.
             self.reorder_batch_threshold = 1
@@ -50,7 +51,7 @@ class SkimMetadataBuilder(FlashAttentionMetadataBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
         stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
-        if _sparse_state(vllm_config, None) is None:
+        if sparse_state(vllm_config, None) is None:
             return stock
         # Rows with several query tokens are dense, so a graph of them is FlashAttention's; a graph of mixed rows would freeze the split.
         speculative = vllm_config.speculative_config is not None
@@ -63,12 +64,7 @@ class SkimMetadataBuilder(FlashAttentionMetadataBuilder):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         common = common_attn_metadata
         decode_rows = self._decode_rows(common)
-        state.last_lengths = common.seq_lens[:decode_rows] if decode_rows else None
-        capture = () if fast_build else self._capture(state, common)
-        if not fast_build and next(iter(state.layers)) in self.layer_names:
-            state.metrics.step(decode_rows, common.num_reqs - decode_rows, calibrated=state.calibrator is None)
-            if state.sampler is not None:
-                state.sampler.before_step(state.last_lengths)
+        capture = begin_step(state, self.layer_names, common, decode_rows, fast_build)
         rest = None
         if 0 < decode_rows < common.num_reqs:
             rest = super().build(0, _rows_from(common, decode_rows), fast_build)
@@ -79,14 +75,6 @@ class SkimMetadataBuilder(FlashAttentionMetadataBuilder):
         unused = self._all_sparse and decode_rows > 0
         whole = super().build(common_prefix_len, common, fast_build or unused)
         return SkimMetadata(**vars(whole), decode_rows=decode_rows, rest=rest, capture=capture)
-
-    def _capture(self, state: SkimState, common: CommonAttentionMetadata) -> tuple[Segment, ...]:
-        """Let calibration do its work of this step: the builder of the first sparse layer does it for all."""
-        if state.calibrator is not None and next(iter(state.layers)) in self.layer_names:
-            state.calibrator.advance(state)
-            if state.calibrator is not None:
-                state.calibrator.plan(common)
-        return () if state.calibrator is None else state.calibrator.planned(common)
 
     @staticmethod
     def _decode_rows(common: CommonAttentionMetadata) -> int:
@@ -113,17 +101,13 @@ def _rows_from(common: CommonAttentionMetadata, first: int) -> CommonAttentionMe
         block_table_tensor=common.block_table_tensor[rows],
         slot_mapping=common.slot_mapping[first : common.num_actual_tokens],
     )
-    # Copies on the host and per-row extras of the whole step would be wrong here; FlashAttention does not read them.
-    unused = (
-        "_seq_lens_cpu", "_num_computed_tokens_cpu", "_num_computed_tokens_cache", "seq_lens_cpu_upper_bound", "is_prefilling", "positions",
-        "dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "encoder_seq_lens", "encoder_seq_lens_cpu",
-    )
-    known = {field.name for field in dataclasses.fields(common)}
-    changes.update({name: None for name in unused if name in known})
+    # Copies on the host and per-row extras of the whole step would be wrong here; FlashAttention does not read them for causal rows.
+    kept = {*changes, "max_query_len", "max_seq_len", "causal"}
+    changes.update({field.name: field.default for field in dataclasses.fields(common) if field.name not in kept})
     return dataclasses.replace(common, **changes)
 
 
-def _sparse_state(vllm_config: VllmConfig, layer_names: list[str] | None) -> SkimState | None:
+def sparse_state(vllm_config: VllmConfig, layer_names: list[str] | None) -> SkimState | None:
     """The state of this worker, where at least one of the layers (None: any layer) is sparse."""
     state = SkimState.find(vllm_config.compilation_config.static_forward_context)
     if state is None or not state.layers:

@@ -17,7 +17,7 @@ from kvskim.metrics import metrics
 
 CUSTOM_BACKEND = "kvskim.engines.vllm.backend.SkimBackend"
 FLASH_ATTENTION_BACKEND = "kvskim.engines.vllm.backend.SkimFlashAttentionBackend"
-MLA_BACKEND = "kvskim.engines.vllm.mla.RefusedMlaBackend"
+MLA_BACKEND = "kvskim.engines.vllm.mla.SkimMlaBackend"
 
 logger = logging.getLogger("vllm.kvskim")
 

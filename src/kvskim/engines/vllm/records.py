@@ -18,8 +18,6 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvskim.engines.vllm.layout import records_element_dtype, records_shape, records_view
-from kvskim.engines.vllm.support import mixed_windows_refusal
-from kvskim.errors import UnsupportedError
 from kvskim.layout import PAGE_TOKENS
 
 # From vLLM 0.29 on a spec says itself how many tokens share one entry.
@@ -35,8 +33,13 @@ class RecordsSpec(FullAttentionSpec):
         return self.block_size // PAGE_TOKENS
 
     @property
-    def real_page_size_bytes(self) -> int:
+    def unpadded_page_size_bytes(self) -> int:
         return self.storage_block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        # Up to 0.27 vLLM counts with this one, in 0.28 with the other.
+        return self.unpadded_page_size_bytes
 
 
 class RecordsMetadataBuilder(AttentionMetadataBuilder[Any]):
@@ -72,6 +75,13 @@ class RecordsBackend(AttentionBackend):
     ) -> tuple[int, ...]:
         # vLLM passes the storage block size here, which is pages per block.
         return records_shape(num_blocks, block_size * PAGE_TOKENS, num_kv_heads, 2 * head_size)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Any:
+        """From vLLM 0.29 on, orders of layers, blocks, heads and tokens in memory: those where the blocks of a layer follow one another."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
 
 
 class RecordsLayer(nn.Module, AttentionLayerBase):
@@ -113,11 +123,6 @@ class RecordsLayer(nn.Module, AttentionLayerBase):
         return RecordsBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        windowed = sum(1 for layer in layers if _is_windowed(layer))
-        refusal = mixed_windows_refusal(windowed, not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager)
-        if refusal is not None:
-            raise UnsupportedError(refusal)
         common: dict[str, Any] = dict(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.num_kv_heads,
@@ -127,7 +132,3 @@ class RecordsLayer(nn.Module, AttentionLayerBase):
         if _HAS_TOKENS_PER_STATE:
             return FullAttentionSpec(**common, head_size_v=0, tokens_per_state=PAGE_TOKENS)
         return RecordsSpec(**common)
-
-
-def _is_windowed(layer: Any) -> bool:
-    return getattr(layer, "sliding_window", None) is not None or getattr(layer, "attention_chunk_size", None) is not None

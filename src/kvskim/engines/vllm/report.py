@@ -36,6 +36,8 @@ def rule_text(rule: RuleParameters) -> str:
         parts.append(f"at least {rule.min_pages} pages")
     if rule.max_pages is not None:
         parts.append(f"at most {rule.max_pages} pages")
+    if rule.full_pages:
+        parts.append(f"all of up to {rule.full_pages} pages")
     if rule.combine != "softmax":
         parts.append(f"combine {rule.combine}")
     return ", ".join(parts)
@@ -55,7 +57,7 @@ def layer_ranges(indices: Sequence[int]) -> str:
 def _other_scorer(state: SkimState) -> str:
     """Says that pages are scored by other kernels than the rest, where that is so."""
     kernels = state.kernels.kernels
-    names = {scorer(state.selector, kernels, layer.head_size) for layer in state.layers.values()}
+    names = {scorer(state.selector, kernels, layer.head_size, layer.group) for layer in state.layers.values()}
     return "" if names <= {kernels} else f"; pages are scored by {' and '.join(sorted(names))}"
 
 
@@ -70,17 +72,22 @@ def start_block(state: SkimState) -> list[str]:
         first = layers[0]
         record_bytes = first.records.record_bytes
         layout = PageLayout(state.vllm_config.cache_config.block_size, first.num_kv_heads, first.head_size)
-        share = record_bytes / layout.kv_bytes_per_page()
+        latent = first.latent_size is not None
+        # A latent row is key and value in one.
+        share = record_bytes / (layout.kv_bytes_per_page() // (2 if latent else 1))
         total = len(layers) + len(state.dense)
         lines += [
             f"  sparse       {len(layers)} of {total} layers ({layer_ranges([s.index for s in layers])}), {first.num_kv_heads} kv heads of "
-            f"{first.group} query heads, head size {first.head_size}, on this rank",
-            f"  selector     {config.selector}, {record_bytes} bytes per page and kv head ({share:.1%} of K and V), "
+            f"{first.group} query heads, head size {first.head_size}{' (latent)' if latent else ''}, on this rank",
+            f"  selector     {config.selector}, {record_bytes} bytes per page and kv head ({share:.1%} of {'the latent cache' if latent else 'K and V'}), "
             f"{layout.record_bytes_per_block(record_bytes)} bytes per block and layer",
             f"  rule         {rule_text(state.rule)}; always: {config.sink_pages} first and {config.window_pages} last pages",
             f"  kernels      {state.kernels.kernels}: {state.kernels.reason}{_other_scorer(state)}",
             f"  calibration  {state.calibration_source or 'not needed'}",
         ]
+        if config.full_pages == "auto":
+            alone = state.rule_of(1, first.num_kv_heads, layout.kv_bytes_per_page() // PAGE_TOKENS, latent=latent).full_pages
+            lines.append(f"  whole        a request of up to {alone} pages attends all of them; in a batch less")
         parts = "" if state.rows >= state.max_rows else f"; larger decode batches run in parts of {state.rows}"
         lines.append(
             f"  workspace    {state.rows} of {state.max_rows} rows x {state.page_capacity} pages, {state.workspace_bytes / _MIB:.1f} MiB{parts}"

@@ -17,11 +17,15 @@ from vllm.config import VllmConfig
 
 from kvskim.config import load_config
 from kvskim.engines.vllm import calibrate, calibration_source
+from kvskim.engines.vllm.crossover import whole_rule
+from kvskim.engines.vllm.facts import kv_connector
 from kvskim.engines.vllm.layout import key_value_views
+from kvskim.engines.vllm.mla_layout import latent_views
 from kvskim.engines.vllm.records import RecordsLayer
 from kvskim.engines.vllm.report import start_block
 from kvskim.engines.vllm.sampler import ActivitySampler
-from kvskim.engines.vllm.support import BLOCK_SIZES, workspace_rows
+from kvskim.engines.vllm.support import BLOCK_SIZES, calibration_refusal, workspace_rows
+from kvskim.errors import UnsupportedError
 from kvskim.layout import PAGE_TOKENS, ceil_div, padded_group
 from kvskim.metrics import metrics
 from kvskim.ops.attend import Kernels
@@ -29,6 +33,7 @@ from kvskim.ops.dispatch import Choice, choose
 from kvskim.ops.encode import encode
 from kvskim.ops.step import StepSettings, decode_step
 from kvskim.ops.workspace import StepBuffers, Workspace, table_capacity
+from kvskim.rules import RuleParameters
 from kvskim.selectors import Selector, get_selector
 
 logger = logging.getLogger("vllm.kvskim")
@@ -48,6 +53,8 @@ class LayerState:
     module: Any
     """vLLM's attention layer, for its cache."""
     records: RecordsLayer
+    latent_size: int | None = None
+    """Latent attention: the values are the first channels of the keys, so many of them."""
     tables: Any = None
     settings: StepSettings | None = None
     counts: Tensor | None = None
@@ -62,9 +69,19 @@ class LayerState:
         """Layers of one geometry share a workspace."""
         return self.num_kv_heads, self.group, self.head_size
 
+    @property
+    def value_size(self) -> int:
+        return self.latent_size or self.head_size
+
+    def views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V in a cache of this layer, in the shapes of the operations."""
+        if self.latent_size is not None:
+            return latent_views(kv_cache, self.head_size, self.latent_size)
+        return key_value_views(kv_cache, self.head_size)
+
     def caches(self) -> tuple[Tensor, Tensor]:
         """K and V as vLLM has bound them."""
-        return key_value_views(self.module.kv_cache, self.head_size)
+        return self.views(self.module.kv_cache)
 
 
 class SkimState:
@@ -95,7 +112,10 @@ class SkimState:
         """Rows that one launch serves; a larger decode batch runs in parts."""
         self.workspaces: dict[tuple[int, int, int], Workspace] = {}
         self._buffers: dict[tuple[tuple[int, int, int], int], StepBuffers] = {}
+        self._settings: dict[tuple[str, int], StepSettings] = {}
         self._reported = False
+        self.loading = 0
+        """Latent attention: layers that vLLM has made and not yet loaded."""
 
     @staticmethod
     def find(layers: Mapping[str, Any]) -> SkimState | None:
@@ -142,7 +162,7 @@ class SkimState:
             if layer.geometry not in self.workspaces:
                 heads, group, dim = layer.geometry
                 self.workspaces[layer.geometry] = Workspace(
-                    max_requests=self.rows, num_kv_heads=heads, group=group, head_dim=dim, page_capacity=self.page_capacity, rule=self.rule,
+                    max_requests=self.rows, num_kv_heads=heads, group=group, head_dim=layer.value_size, page_capacity=self.page_capacity, rule=self.rule,
                     device=device, kernels=kernels, record_bytes=self.selector.record_bytes(dim), **forced,
                 )
             layer.tables = calibrate.empty_tables(self.selector, layer.num_kv_heads, layer.head_size, device)
@@ -170,8 +190,11 @@ class SkimState:
                 calibrate.copy_tables(layer.tables, tables)
             self.mark_ready()
         elif self.selector.needs_calibration:
+            refusal = calibration_refusal(kv_connector(self.vllm_config))
+            if refusal is not None:
+                raise UnsupportedError(refusal)
             self.calibration_source = f"from the first {calibrate.CAPTURE_TOKENS} prefill tokens; until then every page is attended"
-            rotary = calibrate.vllm_rotary(layers[0].head_size)
+            rotary = calibrate.vllm_rotary(layers[0].head_size, layers[0].latent_size)
             positions = calibrate.later_positions(self.vllm_config.model_config.max_model_len)
             self.calibrator = calibrate.Calibrator(self.selector, layers, rotary, positions)
             self.calibrator.allocate(device, dtype)
@@ -202,7 +225,9 @@ class SkimState:
         records = layer.records.records
         if records is None or layer.tables is None:
             raise RuntimeError(f"layer {layer.name} writes keys before vLLM's profiling run, or before its records were bound")
-        encode(self.selector, layer.tables, layer.caches()[0], slot_mapping, records, kernels=self.kernels.kernels)
+        kernels = self.kernels.kernels
+        # Overlapped, as the decode kernels behind it are: it waits for the keys itself.
+        encode(self.selector, layer.tables, layer.caches()[0], slot_mapping, records, kernels=kernels, overlap=kernels == "cuda")
 
     def decode(self, layer: LayerState, query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor) -> None:
         """One decode step of a layer for rows of one query token, in parts of as many rows as the workspace has.
@@ -212,12 +237,12 @@ class SkimState:
             kv_cache: the layer's cache as vLLM gives it.
             block_table: int32 ``[R, blocks]``.
             seq_lens: int32 ``[R]``, 0 for a row that only fills a graph.
-            out: ``[R, Hq, D]``, written.
+            out: ``[R, Hq, D]`` (latent attention: of the latent size), written.
         """
         records = layer.records.records
         if records is None or layer.settings is None or layer.counts is None or layer.covered is None or self.ready is None:
             raise RuntimeError(f"layer {layer.name} decodes before vLLM's profiling run, or before its records were bound")
-        key_cache, value_cache = key_value_views(kv_cache, layer.head_size)
+        key_cache, value_cache = layer.views(kv_cache)
         workspace = self.workspaces[layer.geometry]
         # A wider table than requests can fill would ask for more scratch memory than there is.
         block_table = block_table[:, : self.page_capacity * PAGE_TOKENS // key_cache.shape[1]]
@@ -226,9 +251,28 @@ class SkimState:
             shared = self._step_buffers(layer.geometry, rows.stop - rows.start)
             buffers = replace(shared, counts=layer.counts[rows], covered=layer.covered[rows])
             decode_step(
-                layer.settings, query[rows], key_cache, value_cache, records, block_table[rows], seq_lens[rows], ready=self.ready,
-                workspace=workspace, buffers=buffers, out=out[rows],
+                self._settings_for(layer, rows.stop - rows.start, key_cache), query[rows], key_cache, value_cache, records, block_table[rows],
+                seq_lens[rows], ready=self.ready, workspace=workspace, buffers=buffers, out=out[rows],
             )
+
+    def _settings_for(self, layer: LayerState, rows: int, key_cache: Tensor) -> StepSettings:
+        """The settings of a layer for a launch of so many rows: where the configuration leaves it open, the rows decide up to which length all is attended."""
+        assert layer.settings is not None
+        if self.config.full_pages != "auto":
+            return layer.settings
+        key = (layer.name, rows)
+        if key not in self._settings:
+            row_bytes = key_cache.element_size() * (layer.head_size + (0 if layer.latent_size is not None else layer.value_size))
+            rule = self.rule_of(rows, layer.num_kv_heads, row_bytes, latent=layer.latent_size is not None)
+            self._settings[key] = replace(layer.settings, rule=rule)
+        return self._settings[key]
+
+    def rule_of(self, rows: int, kv_heads: int, row_bytes: int, *, latent: bool) -> RuleParameters:
+        """The rule for a launch of so many rows; see `crossover.whole_rule`."""
+        if self.config.full_pages != "auto":
+            return self.rule
+        forced = self.config.sink_pages + self.config.window_pages
+        return whole_rule(self.rule, forced, rows, kv_heads, row_bytes, fast=self.kernels.kernels == "cuda" and not latent)
 
     def _step_buffers(self, geometry: tuple[int, int, int], rows: int) -> StepBuffers:
         # Views are made once for each number of rows: eager steps would pay for them in every layer.

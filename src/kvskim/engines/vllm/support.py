@@ -13,11 +13,16 @@ import numpy as np
 
 OLDEST_VLLM = (0, 24)
 NEWEST_VLLM = (0, 33)
+MLA_VLLM = (0, 24)
+MLA_HEAD_SIZES = (320, 576)
+"""Latent and rotary channels together."""
+LARGEST_MLA_GROUP = 128
 HEAD_SIZES = (64, 96, 128, 256)
 LARGEST_GROUP = 16
 BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
-CACHE_DTYPES = ("auto", "bfloat16", "float16")
+CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "DecodeBenchConnector")
+"""KV connectors that move or fill every cache layer of an engine, the records among them, and keep nothing for other engines."""
 LOWEST_CAPABILITY = (8, 0)
 WORKSPACE_BYTES = 512 * 2**20
 """Most bytes of scores and page tables; everything else that decode works in is small beside them."""
@@ -30,7 +35,8 @@ class EngineFacts:
     """What is true for a whole engine.
 
     ``vllm_version`` as vLLM reports it; ``capability`` of the GPU, (9, 0) for an H200; ``dtype`` of the model without "torch.";
-    ``cache_dtype`` as given to vLLM; ``context_parallel``: decode times prefill context-parallel size.
+    ``cache_dtype`` as given to vLLM; ``context_parallel``: decode times prefill context-parallel size; ``connector``: KV connector, with its kind of
+    store where that is not the memory of this machine.
     """
 
     vllm_version: str = "0.24.0"
@@ -40,8 +46,10 @@ class EngineFacts:
     block_size: int | None = None
     context_parallel: int = 1
     state_space_layers: bool = False
+    reference_window: bool = False
     batch_invariant: bool = False
     overlapped_batches: bool = False
+    connector: str | None = None
     variant: str = "fast"
     page_frame: bool = False
     selector: str = "sketch"
@@ -56,6 +64,7 @@ class LayerFacts:
     num_kv_heads: int = 8
     attention_type: str = "decoder"
     mla: bool = False
+    trained_indexer: bool = False
     alibi: bool = False
     sinks: bool = False
     bidirectional: bool = False
@@ -87,18 +96,22 @@ def engine_refusal(facts: EngineFacts) -> str | None:
         return f"kvskim needs a GPU of compute capability {_dotted(LOWEST_CAPABILITY)} or newer, and this machine has {has}: {WAY_OUT}"
     if facts.dtype not in DTYPES:
         return f"kvskim needs a model in {' or '.join(DTYPES)}, and this one runs in {facts.dtype}: set --dtype, or {WAY_OUT}"
-    if facts.cache_dtype not in CACHE_DTYPES:
-        return f"kvskim does not read a KV cache of type {facts.cache_dtype} yet: set --kv-cache-dtype auto, or {WAY_OUT}"
+    if facts.cache_dtype not in ("auto", facts.dtype):
+        return f"kvskim does not read a KV cache of type {facts.cache_dtype} for a model in {facts.dtype} yet: set --kv-cache-dtype auto, or {WAY_OUT}"
     if facts.block_size is not None and facts.block_size not in BLOCK_SIZES:
         return f"kvskim works with blocks of {_listed(BLOCK_SIZES)} tokens, and --block-size is {facts.block_size}: choose one of them, or {WAY_OUT}"
     if facts.context_parallel > 1:
         return f"kvskim does not work with decode or prefill context parallelism: set both sizes to 1, or {WAY_OUT}"
     if facts.state_space_layers:
         return f"kvskim does not work with models that have state-space layers: {WAY_OUT}"
+    if facts.reference_window:
+        return f"kvskim does not work with reference sliding-window attention, where decode sees the prompt and a window: {WAY_OUT}"
     if facts.batch_invariant:
         return f"kvskim is not batch invariant: unset VLLM_BATCH_INVARIANT, or {WAY_OUT}"
     if facts.overlapped_batches:
         return f"kvskim does not work with dual batch overlap, because both halves would use one workspace: leave out --enable-dbo, or {WAY_OUT}"
+    if facts.connector is not None and facts.connector not in CONNECTORS:
+        return f"kvskim can't rely on KV connector {facts.connector} to keep records with their keys: use {' or '.join(CONNECTORS[:2])}, or {WAY_OUT}"
     if facts.variant != "fast":
         return f"variant {facts.variant!r} is not there yet in vLLM: set variant to 'fast'"
     if facts.page_frame:
@@ -108,10 +121,26 @@ def engine_refusal(facts: EngineFacts) -> str | None:
     return None
 
 
+def mla_refusal(facts: EngineFacts) -> str | None:
+    """Why latent attention (MLA) can't be sparse in this engine, beside what `engine_refusal` says, or None."""
+    if parse_version(facts.vllm_version) != MLA_VLLM:
+        only = f"kvskim makes latent attention (MLA) sparse with vLLM {_dotted(MLA_VLLM)} only"
+        return f"{only}, and this is vLLM {facts.vllm_version}: install that version, or {WAY_OUT}"
+    if facts.connector in CONNECTORS[:2]:
+        return f"kvskim does not work with KV connector {facts.connector} and latent attention (MLA) yet: leave the connector out, or {WAY_OUT}"
+    return None
+
+
 def layer_refusal(facts: LayerFacts) -> str | None:
     """Why this layer can't be sparse although kvskim was asked for, in one sentence, or None."""
+    if facts.trained_indexer:
+        return f"this model chooses the tokens that it attends with an indexer of its own (DeepSeek V3.2 and later), which kvskim does not replace: {WAY_OUT}"
+    if facts.mla and facts.head_size not in MLA_HEAD_SIZES:
+        return f"kvskim works with latent rows (MLA) of {_listed(MLA_HEAD_SIZES)} channels, and this model has {facts.head_size}: {WAY_OUT}"
+    if facts.mla and facts.num_heads > LARGEST_MLA_GROUP:
+        return f"kvskim takes at most {LARGEST_MLA_GROUP} query heads with MLA, and this model has {facts.num_heads} on a rank: {WAY_OUT}"
     if facts.mla:
-        return f"kvskim does not make multi-head latent attention (MLA) sparse yet: {WAY_OUT}"
+        return None
     if facts.attention_type != "decoder":
         return f"kvskim works on decoder attention, and this model has {facts.attention_type} attention: {WAY_OUT}"
     if facts.alibi:
@@ -132,6 +161,16 @@ def layer_refusal(facts: LayerFacts) -> str | None:
     if group > LARGEST_GROUP:
         return f"kvskim takes at most {LARGEST_GROUP} query heads for each kv head, and this model has {group}: {WAY_OUT}"
     return None
+
+
+def calibration_refusal(connector: str | None) -> str | None:
+    """Why an engine can't calibrate on its own first prompts, or None: what was stored before the end of it would come back with other records."""
+    if connector is None or connector not in CONNECTORS[:2]:
+        return None
+    return (
+        f"{connector} would bring back records made before the engine has calibrated itself: make a calibration with `kvskim calibrate` "
+        f"and set calibration to its file, or choose selector rki4, which needs none, or {WAY_OUT}"
+    )
 
 
 def mixed_windows_refusal(num_windowed: int, separate_blocks: bool) -> str | None:

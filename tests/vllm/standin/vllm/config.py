@@ -25,6 +25,7 @@ class ModelConfig:
     runner_type: str = "generate"
     total_kv_heads: int = 2
     head_size: int = 64
+    use_mla: bool = False
     hf_text_config: Any = field(default_factory=lambda: SimpleNamespace(to_dict=lambda: {"model_type": "stand-in"}))
 
     def get_total_num_kv_heads(self) -> int:
@@ -66,6 +67,11 @@ class AttentionConfig:
 
 
 @dataclass
+class DeviceConfig:
+    device: Any = "cpu"
+
+
+@dataclass
 class VllmConfig:
     model_config: ModelConfig = field(default_factory=ModelConfig)
     cache_config: CacheConfig = field(default_factory=CacheConfig)
@@ -73,7 +79,9 @@ class VllmConfig:
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     attention_config: AttentionConfig = field(default_factory=AttentionConfig)
+    device_config: DeviceConfig = field(default_factory=DeviceConfig)
     speculative_config: Any = None
+    kv_transfer_config: Any = None
     additional_config: dict[str, Any] = field(default_factory=dict)
 
 

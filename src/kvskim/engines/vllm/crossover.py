@@ -1,0 +1,33 @@
+"""Up to which length a request attends all of its pages because choosing would take as long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvskim.layout import PAGE_TOKENS
+from kvskim.rules import RuleParameters
+
+SPARE_BYTES = 20 << 20
+"""K and V that attention reads in the time that preparing a query, scoring and selecting take; measured, see docs/benchmarks/e2e.md.
+
+That time hardly depends on the batch size, the K and V of all pages do: so the length at which choosing starts to pay falls with the batch.
+"""
+
+
+def whole_rule(rule: RuleParameters, forced_pages: int, rows: int, kv_heads: int, row_bytes: int, *, fast: bool) -> RuleParameters:
+    """The rule for a launch of so many rows where the configuration leaves ``full_pages`` to the engine.
+
+    Args:
+        rule: as configured.
+        forced_pages: sink and window pages.
+        rows: of the launch; with graphs, of the captured batch.
+        kv_heads: of this rank.
+        row_bytes: bytes of K and V of one token and kv head.
+        fast: attention of all pages is as fast as FlashAttention's, which holds for the CUDA kernels.
+
+    Returns:
+        The rule with ``full_pages`` = what it attends in any case + ``SPARE_BYTES`` / (rows x kv_heads x bytes of a page).
+    """
+    certain = rule.budget_pages if rule.budget_pages is not None else forced_pages + rule.min_pages
+    spare = SPARE_BYTES // max(1, rows * kv_heads * PAGE_TOKENS * row_bytes) if fast else 0
+    return replace(rule, full_pages=certain + spare)

@@ -1,0 +1,38 @@
+"""A small DeepSeek-V2 with random weights and the tokenizer of another model, for `equality.py` and `soak.py`; its layers have no experts.
+
+    python tests/gpu/vllm/mla_model.py --tokenizer /tmp/smollm2 --output /tmp/mla
+    python tests/gpu/vllm/equality.py --model /tmp/mla
+"""
+
+import argparse
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV2Config
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--tokenizer", required=True, help="folder of a model")
+    arguments.add_argument("--output", required=True)
+    arguments.add_argument("--heads", type=int, default=16)
+    arguments.add_argument("--layers", type=int, default=4)
+    a = arguments.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(a.tokenizer, local_files_only=True)
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        vocab_size=len(tokenizer), hidden_size=1024, intermediate_size=2048, num_hidden_layers=a.layers, num_attention_heads=a.heads,
+        num_key_value_heads=a.heads, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        first_k_dense_replace=a.layers, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, max_position_embeddings=8192,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            # Sharper than the usual initialisation, so that what is attended matters.
+            torch.nn.init.normal_(parameter, std=0.06 if "self_attn" in name else 0.03)
+    model.save_pretrained(a.output)
+    tokenizer.save_pretrained(a.output)
+
+
+if __name__ == "__main__":
+    main()

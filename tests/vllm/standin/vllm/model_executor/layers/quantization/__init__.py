@@ -1,0 +1,1 @@
+"""Part of a small stand-in for vLLM, see tests/vllm/standin/README.md."""

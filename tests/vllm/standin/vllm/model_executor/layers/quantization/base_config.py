@@ -1,0 +1,3 @@
+class QuantizeMethodBase:
+    def process_weights_after_loading(self, layer) -> None:
+        return
