@@ -23,16 +23,21 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (64, 96, 128, 256)
 LARGEST_GROUP = 16
+LATENT_DIMS = ((576, 512), (320, 256))
+"""Channels of a latent row, and those of them that are the value."""
+LARGEST_LATENT_GROUP = 128
 
 
 def kernel_refusal(selector: Selector, query_heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
     """Why the kernels can't serve a layer, or None. Such a layer runs in plain torch."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the cache is {dtype}; the kernels read bfloat16 or float16"
-    if head_dim not in HEAD_DIMS or value_dim != head_dim:
+    latent = (head_dim, value_dim) in LATENT_DIMS
+    if not latent and (head_dim not in HEAD_DIMS or value_dim != head_dim):
         return f"head dims {head_dim} and {value_dim} (values); the kernels are made for {', '.join(map(str, HEAD_DIMS))}"
-    if query_heads // kv_heads > LARGEST_GROUP:
-        return f"{query_heads // kv_heads} query heads per kv head; the kernels take {LARGEST_GROUP}"
+    largest = LARGEST_LATENT_GROUP if latent else LARGEST_GROUP
+    if query_heads // kv_heads > largest:
+        return f"{query_heads // kv_heads} query heads per kv head; the kernels take {largest}"
     if getattr(selector, "page_frame", False):
         return "page_frame records have no kernel"
     return None
@@ -59,10 +64,10 @@ def attend_selected(settings: DecodeSettings, query: Tensor, key: Tensor, value:
 
     Args:
         settings: of the layer; ``kernels`` is cuda or triton.
-        query: ``[Hq, D]``. key, value: ``[H, T, D]``. records: uint8 ``[complete pages, H, W]``.
+        query: ``[Hq, D]``. key, value: ``[H, T, D]`` and ``[H, T, Dv]``. records: uint8 ``[complete pages, H, W]``.
 
     Returns:
-        out ``[Hq, D]``, pages bool ``[H, total]``, covered float32 ``[H]``.
+        out ``[Hq, Dv]``, pages bool ``[H, total]``, covered float32 ``[H]``.
     """
     heads, tokens, dim = key.shape
     total = ceil_div(tokens, PAGE_TOKENS)
@@ -72,18 +77,21 @@ def attend_selected(settings: DecodeSettings, query: Tensor, key: Tensor, value:
     if workspace is None:
         settings.workspaces.clear()
         workspace = settings.workspaces[capacity] = Workspace(
-            max_requests=1, num_kv_heads=heads, group=query.shape[0] // heads, head_dim=dim, page_capacity=capacity, rule=settings.rule,
+            max_requests=1, num_kv_heads=heads, group=query.shape[0] // heads, head_dim=value.shape[2], page_capacity=capacity, rule=settings.rule,
             sink_pages=settings.sink_pages, window_pages=settings.window_pages, device=device, kernels=settings.kernels,
             record_bytes=settings.selector.record_bytes(dim),
         )
     buffers = workspace.buffers(1)
-    out = torch.empty_like(query)
+    out = query.new_empty(query.shape[0], value.shape[2])
+    keys = paged(key)
+    # The first channels of latent rows are their values, and stay so: the kernels then load each row once.
+    values = keys[..., : value.shape[2]] if value.data_ptr() == key.data_ptr() else paged(value)
     step = StepSettings(
         settings.selector, settings.tables, settings.rule, settings.sink_pages, settings.window_pages, settings.scale, settings.softcap or 0.0,
         kernels=settings.kernels,  # type: ignore[arg-type]
     )
     decode_step(
-        step, query[None].contiguous(), paged(key), paged(value), records.contiguous(), torch.arange(total, dtype=torch.int32, device=device)[None],
+        step, query[None].contiguous(), keys, values, records.contiguous(), torch.arange(total, dtype=torch.int32, device=device)[None],
         torch.full((1,), tokens, dtype=torch.int32, device=device), ready=torch.ones(1, dtype=torch.int32, device=device), workspace=workspace,
         buffers=buffers, out=out[None],
     )

@@ -285,6 +285,8 @@ def _dense_reason(module: nn.Module, model_config: Any, layer_type: str | None, 
         return "uses the keys of another layer"
     if getattr(module, "sinks", None) is not None:
         return "learned attention sinks"
+    if getattr(module, "indexer", None) is not None:
+        return "chooses its tokens with a trained indexer of its own"
     return None
 
 
@@ -347,20 +349,25 @@ def attention_forward(
         )
     if starts is None:
         return dense_attention(module, query, key, value, attention_mask, softcap, **dense)
-    state.prepare(query, key, value, scale, softcap)
+    cached = state.cached(module, layer, key, value)
+    if cached is None:
+        state.dense_reason = "its latent cache is not what its keys are made of"
+        logger.warning("layer %d keeps full attention: %s", state.index, state.dense_reason)
+        return dense_attention(module, query, key, value, attention_mask, softcap, **dense)
+    state.prepare(query, *cached, scale, softcap)
     if not state.calibrated or state.capture:
         layer.queries += state.sample(query, key, starts, scale)
         if decoding and not state.capture and state.fit([layer], [starts]):
-            state.prepare(query, key, value, scale, softcap)
+            state.prepare(query, *cached, scale, softcap)
     if state.calibrated:
         assert state.settings is not None
         if layer.records is None or layer.records.tables is not state.settings.tables or layer.records.starts != starts:
             layer.records = PageRecords(state.selector, state.settings.tables, starts, state.settings.kernels)
-        layer.records.update(key)
+        layer.records.update(cached[0])
         if decoding:
-            return state.decode(query, key, value, layer.records), None
+            return state.decode(query, *cached, layer.records), None
     elif decoding:
-        state.count_dense(starts, query, key, value)
+        state.count_dense(starts, query, *cached)
     return dense_attention(module, query, key, value, attention_mask, softcap, **dense)
 
 

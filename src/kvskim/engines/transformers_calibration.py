@@ -12,12 +12,16 @@ from torch import nn
 from kvskim.calibration import Calibration, LayerCalibration, load_calibration, model_fingerprint
 from kvskim.calibration_store import read_stored, stored_record_bytes
 from kvskim.engines.transformers_layer import SkimAttention
+from kvskim.engines.transformers_mla import latent_shape
 
 logger = logging.getLogger("kvskim.transformers")
 
 
 def shape_of_keys(text_config: Any) -> tuple[int, int]:
-    """(kv heads, head dim) of a text model."""
+    """(kv heads, head dim) of a text model; with latent attention, of its latent rows."""
+    latent = latent_shape(text_config)
+    if latent is not None:
+        return latent
     dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     return text_config.num_key_value_heads, dim
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from kvskim.calibration import LayerCalibration, fit_layer
 from kvskim.config import SkimConfig
 from kvskim.engines.decode import DecodeSettings, RowResult, decode_attention
 from kvskim.engines.transformers_cache import PageRecords, SkimLayer
+from kvskim.engines.transformers_mla import LatentHeads, is_latent, latent_heads, latent_rotary, latent_shape
 from kvskim.errors import UnsupportedError
 from kvskim.layout import PAGE_TOKENS, ceil_div
 from kvskim.ops.dispatch import resolve
@@ -104,6 +105,8 @@ class SkimAttention:
     settings: DecodeSettings | None = None
     cache_problem: str | None = None
     unclaimed: tuple[weakref.ref[Tensor], list[Tensor]] | None = None
+    latent: LatentHeads | None = None
+    """Set where the cache holds latent rows instead of the keys and values of the heads."""
 
     @property
     def calibrated(self) -> bool:
@@ -133,6 +136,19 @@ class SkimAttention:
             self.current = layer
         else:
             self.cache_problem = f"a cache layer of type {type(layer).__name__}"
+
+    def cached(self, module: nn.Module, layer: SkimLayer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What this layer scores and attends: ``key`` and ``value``, or the latent rows that they were expanded from; None where that is not clear."""
+        if not is_latent(module, layer):
+            if self.rotary is not None and self.rotary.first:
+                self.rotary = None  # it is for latent rows, and this version of transformers keeps the keys of the heads
+            return key, value
+        if self.latent is None:
+            self.latent = latent_heads(module, layer, key, value)
+            if self.latent is None:
+                return None
+        rows = self.latent.rows(layer)
+        return rows, self.latent.values(rows)
 
     def prepare(self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> None:
         """Make the decode settings as soon as the selector has what it needs. ``query [B, Hq, T, D]``, ``key``, ``value [B, H, T, D]``."""
@@ -170,7 +186,8 @@ class SkimAttention:
             begin = max(start - first, 0)
             begin += -(begin + first - start) % QUERY_SAMPLE_STRIDE
             if begin < query.shape[2]:
-                kept.append(query[row, :, begin::QUERY_SAMPLE_STRIDE].float() * scale)
+                sample = query[row, :, begin::QUERY_SAMPLE_STRIDE].float() * scale
+                kept.append(sample if self.latent is None else self.latent.absorb(sample))
         return kept
 
     def remember(self, query: Tensor, key: Tensor, starts: list[int] | None, scale: float) -> None:
@@ -188,7 +205,8 @@ class SkimAttention:
             for row, start in enumerate(rows):
                 assert layer.keys is not None
                 tokens = (layer.get_seq_length() - start) // PAGE_TOKENS * PAGE_TOKENS
-                keys.append(layer.keys[row, :, start : start + tokens])
+                cached = layer.keys if self.latent is None else self.latent.rows(layer)
+                keys.append(cached[row, :, start : start + tokens])
                 longest = max(longest, tokens)
         queries = [sample for layer in layers for sample in layer.queries]
         if sum(key.shape[1] for key in keys) < least_tokens or not queries:
@@ -216,19 +234,24 @@ class SkimAttention:
         )
 
     def decode(self, query: Tensor, key: Tensor, value: Tensor, records: PageRecords) -> Tensor:
-        """One decode step: ``query [B, Hq, 1, D]`` over ``key``, ``value [B, H, T, D]``; returns ``[B, 1, Hq, Dv]``."""
+        """One decode step: ``query [B, Hq, 1, D]`` over what `cached` gave; returns ``[B, 1, Hq, Dv]``."""
         assert self.settings is not None
+        if self.latent is not None:
+            query = self.latent.absorb(query)
         results = [
             decode_attention(self.settings, query[row, :, 0], key[row, :, start:], value[row, :, start:], records.row(row), exact=self.exact)
             for row, start in enumerate(records.starts)
         ]
         self.count(results, [key.shape[2] - start for start in records.starts], key, value)
-        return torch.stack([result.out for result in results])[:, None]
+        out = torch.stack([result.out for result in results])[:, None]
+        return out if self.latent is None else self.latent.project(out)
 
     def count(self, results: list[RowResult], tokens: list[int], key: Tensor, value: Tensor) -> None:
         """Add a step to the statistics and show it to the observer."""
         heads = key.shape[1]
-        token_bytes = key.shape[-1] * key.element_size() + value.shape[-1] * value.element_size()
+        # Latent rows are keys and values in one.
+        own_values = 0 if self.latent is not None else value.shape[-1]
+        token_bytes = (key.shape[-1] + own_values) * key.element_size()
         record = self.selector.record_bytes(key.shape[-1])
         forced = self.config.sink_pages + self.config.window_pages
         read = dense = 0
@@ -265,6 +288,8 @@ def rotary_of(config: Any, layer_type: str | None) -> Rotary | None:
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    if latent_shape(config) is not None:
+        return latent_rotary(config)
     parameters = getattr(config, "rope_parameters", None)
     if getattr(config, "model_type", "") not in _HALF_SPLIT_ROTARY or not isinstance(parameters, dict):
         return None
