@@ -21,7 +21,7 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--requests", type=int, default=2000)
     arguments.add_argument("--mode", default="full", choices=list(MODES))
-    arguments.add_argument("--blocks", type=int, default=1600, help="num_gpu_blocks_override, of 16 tokens: few, so that requests are preempted")
+    arguments.add_argument("--blocks", type=int, default=1000, help="num_gpu_blocks_override, of 16 tokens: few, so that requests are preempted")
     arguments.add_argument("--block-size", type=int, default=16)
     arguments.add_argument("--selector", default="sketch")
     arguments.add_argument("--seed", type=int, default=0)
