@@ -49,7 +49,7 @@ def test_constructor_of_the_implementation(real):
     assert ours[len(theirs) :] == ["extra"]
 
 
-@pytest.mark.parametrize("name", ["__init__", "build", "get_cudagraph_support"])
+@pytest.mark.parametrize("name", ["__init__", "build", "build_for_cudagraph_capture", "get_cudagraph_support"])
 def test_overridden_methods_of_the_builder(real, name):
     from kvskim.engines.vllm.metadata import SkimMetadataBuilder
     from kvskim.engines.vllm.records import RecordsMetadataBuilder

@@ -24,6 +24,8 @@ def test_the_length_falls_with_the_batch_and_the_bytes_of_a_page():
     assert whole_rule(BUDGET, 2, 4, 8, 512, fast=True).full_pages == 128 + SPARE_BYTES // (32 * page)
     assert whole_rule(BUDGET, 2, 1, 8, 256, fast=True).full_pages == 128 + SPARE_BYTES // (4 * page)
     assert whole_rule(BUDGET, 2, 512, 8, 512, fast=True).full_pages == 128
+    # One kv head alone does not get eight times the length.
+    assert whole_rule(BUDGET, 2, 1, 1, 512, fast=True) == whole_rule(BUDGET, 2, 1, 8, 512, fast=True)
     # Everything else of the rule stays.
     assert whole_rule(BUDGET, 2, 1, 8, 512, fast=True).budget_pages == 128
 

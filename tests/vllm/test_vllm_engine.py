@@ -354,6 +354,8 @@ def test_fault_29_metrics_show_that_sparse_attention_ran(monkeypatch):
     a, b = Request(1), Request(2)
     engine.step([(a, 160), (b, 32)])
     engine.step([(a, 1), (b, 1)], pad_rows=3)
+    captured = engine.builder.build_for_cudagraph_capture(engine._common([(a, 1), (b, 1)], 0, True))
+    assert captured.decode_rows == 2, "a step that is only captured is built like others, and not counted"
     for _ in range(2):
         engine.step([(a, 1), (b, 1)])
     value = registry.get_sample_value

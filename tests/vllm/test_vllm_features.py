@@ -1,5 +1,6 @@
 """What vLLM does around attention: drafts, several samples of one prompt, sleep, connectors, parallelism. Each is correct, or refused in one sentence."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from kvskim.engines.vllm.backend import SkimBackend
 from kvskim.engines.vllm.report import start_block
 from kvskim.errors import UnsupportedError
 from kvskim.layout import PAGE_TOKENS
+from kvskim.ops.step import decode_step
 
 ALL = {"selector": "mean", "rule": "budget", "budget": 1.0}
 FEW = {"selector": "minmax", "rule": "budget", "budget_pages": 6}
@@ -109,6 +111,34 @@ def test_samples_of_one_prompt_share_blocks_and_go_their_own_ways(block_size):
     for _ in range(40):
         run(engine, [(first, 1), (second, 1)])
     assert_true_records(engine, first, second)
+
+
+def test_a_prompt_that_another_one_fills_in_the_same_step_does_not_read_records_ahead(monkeypatch):
+    """The prefix cache gives blocks away in the step that fills them: all but the last token of the second prompt are in those of the first."""
+    engine = MiniEngine({**FEW, "selector": "rki4", "full_pages": 8})
+    for layer in engine.state.layers.values():
+        layer.settings = replace(layer.settings, overlap=True)  # as with the CUDA kernels
+    settled, attended = [], []
+
+    def step(settings, *tensors, **buffers):
+        decode_step(settings, *tensors, **buffers)
+        settled.append(settings.settled)
+        attended.append(buffers["buffers"].pages[0].clone())
+
+    monkeypatch.setattr("kvskim.engines.vllm.state.decode_step", step)
+    first, second, other = Request(1), Request(1, computed=192), Request(2)
+    engine.grow(first, 193)
+    second.blocks = first.blocks[:12]
+    in_one_step = engine.step([(first, 193), (second, 1)])[0]
+    assert settled == [False, False]
+    engine.step([(other, 192)])
+    again = Request(1, computed=192, blocks=first.blocks[:12])
+    for alone, at_once in zip(engine.step([(again, 1)])[0], in_one_step):
+        assert torch.equal(alone, at_once)
+    assert settled == [False, False, True, True]
+    assert all(torch.equal(a, b) for a, b in zip(attended[:2], attended[2:]))
+    engine.step([(again, 1), (other, 1)])
+    assert settled[4:] == [True, True]
 
 
 def test_a_copied_block_brings_its_records_along():

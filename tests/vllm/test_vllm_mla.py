@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +12,11 @@ from mini_engine import Request
 from mla_mini_engine import HEADS, LATENT, MlaMiniEngine, expand, head_queries, latents
 from vllm.config import VllmConfig, set_current_vllm_config
 
+from kvskim.config import SkimConfig
 from kvskim.engines.vllm import calibrate, probe
 from kvskim.engines.vllm.calibration_source import model_settings
-from kvskim.engines.vllm.check import has_latent_attention
+from kvskim.engines.vllm.check import attention_backend, has_latent_attention
+from kvskim.engines.vllm.facts import engine_facts
 from kvskim.engines.vllm.mla import SkimMlaBackend
 from kvskim.engines.vllm.mla_layout import latent_views
 from kvskim.engines.vllm.mla_metadata import SkimMlaMetadata
@@ -243,10 +247,43 @@ def test_the_check_knows_such_models_by_their_configuration(tmp_path):
         assert has_latent_attention(str(tmp_path)) is expected
 
 
+def test_the_check_takes_the_place_of_flash_attention_for_such_models(tmp_path, monkeypatch):
+    from vllm.v1.attention.backends import registry
+
+    monkeypatch.setattr(registry, "overrides", {})
+    for name in ("KVSKIM_CONFIG", "KVSKIM_DISABLE"):
+        monkeypatch.setenv(name, "")  # put back at the end, whatever the check makes of it
+        monkeypatch.delenv(name)
+    assert attention_backend(str(tmp_path), FEW) == "CUSTOM"
+    assert attention_backend(str(tmp_path), None) == "FLASH_ATTN"
+    (tmp_path / "config.json").write_text('{"kv_lora_rank": 512}')
+    assert attention_backend(str(tmp_path), None) == "FLASH_ATTN_MLA"
+    assert "KVSKIM_CONFIG" not in os.environ
+    assert attention_backend(str(tmp_path), FEW) == "FLASH_ATTN_MLA"
+    assert json.loads(os.environ["KVSKIM_CONFIG"]) == FEW
+
+
 @pytest.mark.parametrize("connector", ["OffloadingConnector", "SimpleCPUOffloadConnector"])
 def test_connectors_are_refused_with_it(connector):
     assert connector in str(mla_refusal(EngineFacts(connector=connector)))
     assert mla_refusal(EngineFacts(connector="DecodeBenchConnector")) is None
+
+
+def test_sleep_mode_is_refused_with_it():
+    """Level 2 throws away what was made while vLLM loaded: tables, the flag that they are ready, work buffers."""
+    config = VllmConfig()
+    config.model_config.enable_sleep_mode = True
+    assert "--enable-sleep-mode" in str(mla_refusal(engine_facts(config, SkimConfig())))
+    config.model_config.enable_sleep_mode = False
+    assert mla_refusal(engine_facts(config, SkimConfig())) is None
+
+
+def test_a_compiler_pass_that_writes_the_cache_itself_is_refused():
+    """It joins the rotary embedding with the write, past `do_kv_cache_update`: no record would be made."""
+    config = VllmConfig()
+    for joined in (True, False):
+        config.compilation_config.pass_config = SimpleNamespace(fuse_rope_kvcache_cat_mla=joined)
+        assert ("fuse_rope_kvcache_cat_mla" in str(mla_refusal(engine_facts(config, SkimConfig())))) is joined
 
 
 def test_a_layer_with_an_indexer_is_refused_and_dense_is_vllms_own():

@@ -48,7 +48,7 @@ def test_overridden_methods(real):
         assert parameters(getattr(SkimMlaImpl, name)) == parameters(getattr(real.FlashAttnMLAImpl, name)), name
     theirs, ours = parameters(real.FlashAttnMLAImpl.__init__), parameters(SkimMlaImpl.__init__)
     assert ours == theirs
-    for name in ("__init__", "build", "_schedule_decode"):
+    for name in ("__init__", "build", "build_for_cudagraph_capture", "_schedule_decode"):
         assert parameters(getattr(SkimMlaMetadataBuilder, name)) == parameters(getattr(real.FlashAttnMLAMetadataBuilder, name)), name
     assert real.FlashAttnMLABackend.get_name() == "FLASH_ATTN_MLA"
     assert not real.FlashAttnMLABackend.is_sparse()
@@ -65,6 +65,13 @@ def test_the_loader_calls_every_quant_method_before_it_processes_attention(real)
         call_after_loading(layer, lambda name=name: calls.append(name))
     process_weights_after_loading(model, SimpleNamespace(dtype=torch.bfloat16, quantization=None), torch.device("cpu"))
     assert calls == ["a", "b"]
+
+
+def test_vllms_names_of_what_is_refused(real):
+    from vllm.config import CompilationConfig, ModelConfig
+
+    assert "fuse_rope_kvcache_cat_mla" in {field.name for field in dataclasses.fields(CompilationConfig().pass_config)}
+    assert "enable_sleep_mode" in {field.name for field in dataclasses.fields(ModelConfig)}
 
 
 def test_specs_of_latent_rows_and_records_make_one_group(real):

@@ -80,7 +80,7 @@ def score(
         full_pages: a request of at most so many pages is attended whole, so nothing need be written for it; the CUDA kernels leave it alone.
         overlap: CUDA only: launch before the preceding kernel has ended (programmatic dependent launch).
         settled: with ``overlap``: records of candidate pages, block table and lengths were complete before the chain of overlapped launches
-            began, so they may be read ahead. That holds for decode rows of one token: a page that this step completes is in the window.
+            began, so they may be read ahead. That holds in a step of decode rows of one token: a page that it completes is in the window of its row.
             What the preceding kernel may write, queries and keys of the open page, is never read ahead.
 
     Raises:

@@ -30,16 +30,19 @@ def main() -> int:
 
     import torch
 
-    from kvskim.engines.vllm import plugin, probe
+    from kvskim.engines.vllm import probe
+    from kvskim.engines.vllm.check import attention_backend
+
+    settings = {"selector": a.selector, "kernels": a.kernels, "full_pages": 0}
+    backend = attention_backend(a.model, settings)
     from vllm import LLM, SamplingParams
 
-    plugin.register_plugin()
     llm = LLM(
         **engine(
             a.model, a.mode, block_size=a.block_size, num_gpu_blocks_override=a.blocks * 16 // a.block_size, max_num_batched_tokens=1024,
             enable_prefix_caching=True, enable_chunked_prefill=True,
         ),
-        attention_backend="CUSTOM", additional_config={"kvskim": {"selector": a.selector, "kernels": a.kernels, "full_pages": 0}},
+        attention_backend=backend, additional_config={"kvskim": settings},
     )
     state = probe.state_of(llm)
     assert state is not None

@@ -54,15 +54,8 @@ class SkimBackend(FlashAttentionBackend):
         config = effective_config()
         if kwargs.get("use_mla", False):
             raise UnsupportedError(MLA_ELSEWHERE)
-        refusal = _refusal(config, **kwargs)
-        if refusal is not None:
-            if config.on_unsupported == "refuse":
-                raise UnsupportedError(refusal)
-            warn_once(f"attention is vLLM's own: {refusal}")
-        reasons = super().validate_configuration(*args, **kwargs)
-        if reasons:
-            warn_once(f"vLLM does not take FlashAttention here ({'; '.join(reasons)}), so attention is NOT sparse")
-        return reasons
+        say_refusal(_refusal(config, **kwargs), config)
+        return say_reasons(super().validate_configuration(*args, **kwargs))
 
 
 class SkimFlashAttentionBackend(SkimBackend):
@@ -104,6 +97,22 @@ def _refusal(config: SkimConfig, **asked: Any) -> str | None:
         per_head_scales=bool(asked.get("use_per_head_quant_scales", False)),
     )
     return layer_refusal(facts) or engine
+
+
+def say_refusal(refusal: str | None, config: SkimConfig) -> None:
+    """Stop the engine with what speaks against kvskim, or warn of it where the configuration wants full attention then."""
+    if refusal is None:
+        return
+    if config.on_unsupported == "refuse":
+        raise UnsupportedError(refusal)
+    warn_once(f"attention is vLLM's own: {refusal}")
+
+
+def say_reasons(reasons: list[str]) -> list[str]:
+    """Warn where vLLM itself has reasons against FlashAttention, and give them back."""
+    if reasons:
+        warn_once(f"vLLM does not take FlashAttention here ({'; '.join(reasons)}), so attention is NOT sparse")
+    return reasons
 
 
 def warn_once(text: str) -> None:

@@ -125,21 +125,28 @@ def has_latent_attention(model: str) -> bool:
     return bool(settings.get("text_config", settings).get("kv_lora_rank"))
 
 
+def attention_backend(model: str, settings: Mapping[str, Any] | None) -> str:
+    """Register kvskim with the vLLM of this process, and name the backend for a model folder; settings None: vLLM's own FlashAttention."""
+    from kvskim.engines.vllm import plugin
+
+    latent = has_latent_attention(model)
+    if latent and settings is not None:
+        # There kvskim is no backend by a name of its own: it takes the place of FlashAttention.
+        publish("KVSKIM_CONFIG", json.dumps(dict(settings)))
+    # vLLM calls it too, where the package is installed and not only on the path.
+    plugin.register_plugin()
+    return "FLASH_ATTN_MLA" if latent else "FLASH_ATTN" if settings is None else "CUSTOM"
+
+
 def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
     sparse = spec["settings"] is not None
     # Read by vLLM and by kvskim's plugin, before either is imported.
     publish("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     publish("KVSKIM_DISABLE", "0" if sparse else "1")
-    from kvskim.engines.vllm import plugin
+    backend = attention_backend(spec["llm"]["model"], spec["settings"])
     from vllm import LLM, SamplingParams
 
-    # vLLM calls it too, where the package is installed and not only on the path.
-    latent = has_latent_attention(spec["llm"]["model"])
-    if latent and sparse:
-        # There kvskim is no backend by a name of its own: it takes the place of FlashAttention.
-        publish("KVSKIM_CONFIG", json.dumps(spec["settings"]))
-    plugin.register_plugin()
-    arguments = dict(spec["llm"], attention_backend="FLASH_ATTN_MLA" if latent else "CUSTOM" if sparse else "FLASH_ATTN")
+    arguments = dict(spec["llm"], attention_backend=backend)
     if sparse:
         arguments["additional_config"] = {"kvskim": spec["settings"]}
     started = time.perf_counter()

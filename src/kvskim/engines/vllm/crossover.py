@@ -13,6 +13,9 @@ SPARE_BYTES = 20 << 20
 That time hardly depends on the batch size, the K and V of all pages do: so the length at which choosing starts to pay falls with the batch.
 """
 
+LEAST_SHARES = 8
+"""Fewer pairs of row and kv head than this count as so many."""
+
 
 def whole_rule(rule: RuleParameters, forced_pages: int, rows: int, kv_heads: int, row_bytes: int, *, fast: bool) -> RuleParameters:
     """The rule for a launch of so many rows where the configuration leaves ``full_pages`` to the engine.
@@ -26,8 +29,10 @@ def whole_rule(rule: RuleParameters, forced_pages: int, rows: int, kv_heads: int
         fast: attention of all pages is as fast as FlashAttention's, which holds for the CUDA kernels.
 
     Returns:
-        The rule with ``full_pages`` = what it attends in any case + ``SPARE_BYTES`` / (rows x kv_heads x bytes of a page).
+        The rule with ``full_pages`` = what it attends in any case + ``SPARE_BYTES`` / (max(rows x kv_heads, 8) x bytes of a page).
     """
     certain = rule.budget_pages if rule.budget_pages is not None else forced_pages + rule.min_pages
-    spare = SPARE_BYTES // max(1, rows * kv_heads * PAGE_TOKENS * row_bytes) if fast else 0
+    # Few (row, kv head) leave most of the GPU idle, however long they are, and attention is not as fast as FlashAttention's then.
+    shares = max(rows * kv_heads, LEAST_SHARES)
+    spare = SPARE_BYTES // (shares * PAGE_TOKENS * row_bytes) if fast else 0
     return replace(rule, full_pages=certain + spare)

@@ -17,6 +17,7 @@ from kvskim.engines.vllm.support import EngineFacts
 def engine_facts(vllm_config: VllmConfig, config: SkimConfig) -> EngineFacts:
     """The facts that hold for all layers of an engine."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    passes = getattr(vllm_config.compilation_config, "pass_config", None)
     return EngineFacts(
         vllm_version=str(vllm.__version__),
         capability=gpu_capability(),
@@ -28,6 +29,8 @@ def engine_facts(vllm_config: VllmConfig, config: SkimConfig) -> EngineFacts:
         reference_window=getattr(model, "rswa_window", None) is not None,
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         connector=kv_connector(vllm_config),
+        sleep_mode=bool(getattr(model, "enable_sleep_mode", False)),
+        fused_mla_update=bool(getattr(passes, "fuse_rope_kvcache_cat_mla", False)),
         overlapped_batches=bool(getattr(parallel, "enable_dbo", False)),
         variant=config.variant,
         page_frame=bool(config.selector_options.get("page_frame", False)),

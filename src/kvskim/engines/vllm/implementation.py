@@ -14,10 +14,8 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from kvskim.engines.vllm.facts import engine_facts, is_draft_model, layer_index
 from kvskim.engines.vllm.metadata import SkimMetadata
-from kvskim.engines.vllm.records import RecordsLayer
 from kvskim.engines.vllm.state import LayerState, SkimState
 from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal, mixed_windows_refusal
-from kvskim.errors import UnsupportedError
 
 
 class SkimImpl(FlashAttentionImpl):
@@ -66,16 +64,7 @@ class SkimImpl(FlashAttentionImpl):
             )
             # A checkpoint may ask for another type of cache than the engine was started with, and a layer may be left out of that.
             engine = replace(engine_facts(self._vllm_config, self.skim_state.config), cache_dtype=str(kv_cache_dtype))
-            self._refuse(engine_refusal(engine) or layer_refusal(facts))
-
-    def _refuse(self, refusal: str | None) -> None:
-        """Stop the engine, or leave this layer dense where the configuration asks for that; None: nothing speaks against it."""
-        if refusal is None:
-            return
-        if self.skim_state.config.on_unsupported == "refuse":
-            raise UnsupportedError(refusal)
-        self.dense_because = refusal
-        self.skim_state.metrics.unsupported(refusal)
+            self.dense_because = self.skim_state.refuse(engine_refusal(engine) or layer_refusal(facts))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Find out which layer this is, and put its records beside it. vLLM calls this once per layer after loading, or again on a reload."""
@@ -92,27 +81,15 @@ class SkimImpl(FlashAttentionImpl):
         if self.dense_because is None:
             # All layers are there now.
             windowed = sum(1 for layer in layers.values() if _is_windowed(layer))
-            self._refuse(mixed_windows_refusal(windowed, not self._vllm_config.scheduler_config.disable_hybrid_kv_cache_manager))
+            separate = not self._vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+            self.dense_because = self.skim_state.refuse(mixed_windows_refusal(windowed, separate))
         if self.dense_because is not None:
             self.skim_state.dense[name] = self.dense_because
             return
-        record_bytes = self.skim_state.selector.record_bytes(self.head_size)
-        records = RecordsLayer(name, self.num_kv_heads, record_bytes, module.kv_cache_torch_dtype)
-        if records.layer_name in layers:
-            raise ValueError(f"vLLM already has a layer named {records.layer_name}")
-        layers[records.layer_name] = records
-        self.skim_layer = LayerState(
-            name=name,
-            index=index,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            scale=self.scale,
-            softcap=float(self.logits_soft_cap),
-            module=module,
-            records=records,
+        self.skim_layer = self.skim_state.add_layer(
+            module.kv_cache_torch_dtype, name=name, index=index, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_size=self.head_size,
+            scale=self.scale, softcap=float(self.logits_soft_cap), module=module,
         )
-        self.skim_state.add_layer(self.skim_layer)
 
     def forward(
         self,
@@ -145,10 +122,10 @@ class SkimImpl(FlashAttentionImpl):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantisation is not supported")
-        self.skim_state.decode(
-            sparse, query[:rows], kv_cache, attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], output[:rows]
-        )
         rest = attn_metadata.rest
+        self.skim_state.decode(
+            sparse, query[:rows], kv_cache, attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], output[:rows], alone=rest is None
+        )
         if rest is not None:
             super().forward(layer, query[rows:], key[rows:], value[rows:], kv_cache, rest, output[rows:])
         return output

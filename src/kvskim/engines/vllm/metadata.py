@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashA
 
 from kvskim.engines.vllm.calibrate import Segment
 from kvskim.engines.vllm.state import SkimState
-from kvskim.engines.vllm.step import begin_step
+from kvskim.engines.vllm.step import begin_step, no_request
 from kvskim.engines.vllm.support import leading_single_token_rows
 
 
@@ -75,6 +75,10 @@ class SkimMetadataBuilder(FlashAttentionMetadataBuilder):
         unused = self._all_sparse and decode_rows > 0
         whole = super().build(common_prefix_len, common, fast_build or unused)
         return SkimMetadata(**vars(whole), decode_rows=decode_rows, rest=rest, capture=capture)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashAttentionMetadata:
+        with no_request(self._state):
+            return super().build_for_cudagraph_capture(common_attn_metadata)
 
     @staticmethod
     def _decode_rows(common: CommonAttentionMetadata) -> int:

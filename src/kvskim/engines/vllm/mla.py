@@ -8,12 +8,11 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend
 
 from kvskim.config import SkimConfig
-from kvskim.engines.vllm.backend import effective_config, warn_once
+from kvskim.engines.vllm.backend import effective_config, say_reasons, say_refusal
 from kvskim.engines.vllm.facts import engine_facts, is_draft_model
 from kvskim.engines.vllm.mla_implementation import SkimMlaImpl
 from kvskim.engines.vllm.mla_metadata import SkimMlaMetadataBuilder
 from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal, mla_refusal
-from kvskim.errors import UnsupportedError
 
 
 class SkimMlaBackend(FlashAttnMLABackend):
@@ -37,15 +36,8 @@ class SkimMlaBackend(FlashAttnMLABackend):
         if not kwargs.get("use_mla", False):
             return super().validate_configuration(*args, **kwargs)
         config = effective_config()
-        refusal = _refusal(config, **kwargs)
-        if refusal is not None:
-            if config.on_unsupported == "refuse":
-                raise UnsupportedError(refusal)
-            warn_once(f"attention is vLLM's own: {refusal}")
-        reasons = super().validate_configuration(*args, **kwargs)
-        if reasons:
-            warn_once(f"vLLM does not take FlashAttention here ({'; '.join(reasons)}), so attention is NOT sparse")
-        return reasons
+        say_refusal(_refusal(config, **kwargs), config)
+        return say_reasons(super().validate_configuration(*args, **kwargs))
 
 
 def _refusal(config: SkimConfig, **asked: Any) -> str | None:

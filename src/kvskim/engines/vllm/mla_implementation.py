@@ -18,10 +18,8 @@ from kvskim.engines.vllm.calibrate import QUERY_STRIDE
 from kvskim.engines.vllm.facts import engine_facts, is_draft_model, layer_index
 from kvskim.engines.vllm.mla_loading import call_after_loading, plain_defaults
 from kvskim.engines.vllm.mla_metadata import SkimMlaMetadata
-from kvskim.engines.vllm.records import RecordsLayer
 from kvskim.engines.vllm.state import LayerState, SkimState
 from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal, mla_refusal
-from kvskim.errors import UnsupportedError
 
 
 class SkimMlaImpl(FlashAttnMLAImpl):
@@ -61,12 +59,7 @@ class SkimMlaImpl(FlashAttnMLAImpl):
         )
         # A checkpoint may ask for another type of cache than the engine was started with.
         engine = replace(engine_facts(self._vllm_config, self.skim_state.config), cache_dtype=str(kv_cache_dtype))
-        refusal = engine_refusal(engine) or layer_refusal(facts) or mla_refusal(engine)
-        if refusal is not None:
-            if self.skim_state.config.on_unsupported == "refuse":
-                raise UnsupportedError(refusal)
-            self.dense_because = refusal
-            self.skim_state.metrics.unsupported(refusal)
+        self.dense_because = self.skim_state.refuse(engine_refusal(engine) or layer_refusal(facts) or mla_refusal(engine))
         self.skim_state.loading += 1
         call_after_loading(mla_args["kv_b_proj"], self._loaded)
 
@@ -82,16 +75,10 @@ class SkimMlaImpl(FlashAttnMLAImpl):
         if self.dense_because is not None:
             state.dense[name] = self.dense_because
         else:
-            dtype = self._vllm_config.model_config.dtype
-            records = RecordsLayer(name, 1, state.selector.record_bytes(self.head_size), dtype)
-            if records.layer_name in layers:
-                raise ValueError(f"vLLM already has a layer named {records.layer_name}")
-            layers[records.layer_name] = records
-            self.skim_layer = LayerState(
-                name=name, index=index, num_heads=self.num_heads, num_kv_heads=1, head_size=self.head_size, scale=self.scale, softcap=0.0,
-                module=module, records=records, latent_size=self.kv_lora_rank,
+            self.skim_layer = state.add_layer(
+                self._vllm_config.model_config.dtype, name=name, index=index, num_heads=self.num_heads, num_kv_heads=1, head_size=self.head_size,
+                scale=self.scale, softcap=0.0, module=module, latent_size=self.kv_lora_rank,
             )
-            state.add_layer(self.skim_layer)
         state.loading -= 1
         if state.loading == 0:
             # vLLM's profiling run passes no implementation of latent attention, so what decode needs is made now and counted with the weights.
@@ -152,5 +139,7 @@ class SkimMlaImpl(FlashAttnMLAImpl):
         query = torch.cat(q, -1) if isinstance(q, tuple) else q.contiguous()
         rows = query.shape[0]
         out = query.new_empty(rows, self.num_heads, self.kv_lora_rank)
-        self.skim_state.decode(sparse, query, kv_c_and_k_pe_cache, decode.block_table[:rows], decode.seq_lens[:rows], out)
+        self.skim_state.decode(
+            sparse, query, kv_c_and_k_pe_cache, decode.block_table[:rows], decode.seq_lens[:rows], out, alone=attn_metadata.num_prefills == 0
+        )
         return out, None

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLAMetadata, F
 
 from kvskim.engines.vllm.calibrate import Segment
 from kvskim.engines.vllm.metadata import sparse_state
-from kvskim.engines.vllm.step import begin_step
+from kvskim.engines.vllm.step import begin_step, no_request
 
 
 @dataclass
@@ -45,6 +45,10 @@ class SkimMlaMetadataBuilder(FlashAttnMLAMetadataBuilder):
             rows = decode.seq_lens.shape[0] if decode is not None and decode.max_query_len <= 1 else 0
             metadata.capture = begin_step(self._state, self._names, common_attn_metadata, rows, fast_build)
         return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashAttnMLAMetadata:
+        with no_request(self._state):
+            return super().build_for_cudagraph_capture(common_attn_metadata)
 
     def _schedule_decode(
         self, num_reqs: Any, cu_query_lens: Any, max_query_len: Any, seqlens: Any, max_seq_len: Any, causal: Any, max_num_splits: Any

@@ -112,8 +112,10 @@ class SkimState:
         """Rows that one launch serves; a larger decode batch runs in parts."""
         self.workspaces: dict[tuple[int, int, int], Workspace] = {}
         self._buffers: dict[tuple[tuple[int, int, int], int], StepBuffers] = {}
-        self._settings: dict[tuple[str, int], StepSettings] = {}
+        self._settings: dict[tuple[str, int, bool], StepSettings] = {}
         self._reported = False
+        self.capturing = False
+        """vLLM builds steps to capture them."""
         self.loading = 0
         """Latent attention: layers that vLLM has made and not yet loaded."""
 
@@ -140,8 +142,33 @@ class SkimState:
     def log(self, text: str) -> None:
         logger.info("kvskim: %s", text)
 
-    def add_layer(self, layer: LayerState) -> None:
+    def refuse(self, refusal: str | None) -> str | None:
+        """Stop the engine, or give the reason back where the configuration asks for such layers to be dense; None: nothing speaks against them.
+
+        Raises:
+            UnsupportedError: there is a reason, and ``on_unsupported`` is ``refuse``.
+        """
+        if refusal is not None:
+            if self.config.on_unsupported == "refuse":
+                raise UnsupportedError(refusal)
+            self.metrics.unsupported(refusal)
+        return refusal
+
+    def add_layer(self, cache_dtype: torch.dtype, **facts: Any) -> LayerState:
+        """Make a layer sparse: put its records beside it in vLLM's list of layers.
+
+        Args:
+            cache_dtype: type of K and V.
+            facts: fields of `LayerState`.
+        """
+        layers = self.vllm_config.compilation_config.static_forward_context
+        records = RecordsLayer(facts["name"], facts["num_kv_heads"], self.selector.record_bytes(facts["head_size"]), cache_dtype)
+        if records.layer_name in layers:
+            raise ValueError(f"vLLM already has a layer named {records.layer_name}")
+        layer = LayerState(**facts, records=records)
+        layers[records.layer_name] = records
         self.layers[layer.name] = layer
+        return layer
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate all that decode needs, once. Called in vLLM's profiling run, so that vLLM counts it before it sizes its cache."""
@@ -168,8 +195,7 @@ class SkimState:
             layer.tables = calibrate.empty_tables(self.selector, layer.num_kv_heads, layer.head_size, device)
             layer.settings = StepSettings(
                 selector=self.selector, tables=layer.tables, rule=self.rule, scale=layer.scale, softcap=layer.softcap, kernels=kernels,
-                # Rows of one token: a page that this step completes is in the window, so every record that is read was made before.
-                overlap=kernels == "cuda", settled=kernels == "cuda", **forced,
+                overlap=kernels == "cuda", **forced,
             )
             shape = (self.max_rows, layer.num_kv_heads)
             layer.counts = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -229,7 +255,9 @@ class SkimState:
         # Overlapped, as the decode kernels behind it are: it waits for the keys itself.
         encode(self.selector, layer.tables, layer.caches()[0], slot_mapping, records, kernels=kernels, overlap=kernels == "cuda")
 
-    def decode(self, layer: LayerState, query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor) -> None:
+    def decode(
+        self, layer: LayerState, query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor, *, alone: bool
+    ) -> None:
         """One decode step of a layer for rows of one query token, in parts of as many rows as the workspace has.
 
         Args:
@@ -238,6 +266,7 @@ class SkimState:
             block_table: int32 ``[R, blocks]``.
             seq_lens: int32 ``[R]``, 0 for a row that only fills a graph.
             out: ``[R, Hq, D]`` (latent attention: of the latent size), written.
+            alone: the step has no rows besides these.
         """
         records = layer.records.records
         if records is None or layer.settings is None or layer.counts is None or layer.covered is None or self.ready is None:
@@ -251,20 +280,20 @@ class SkimState:
             shared = self._step_buffers(layer.geometry, rows.stop - rows.start)
             buffers = replace(shared, counts=layer.counts[rows], covered=layer.covered[rows])
             decode_step(
-                self._settings_for(layer, rows.stop - rows.start, key_cache), query[rows], key_cache, value_cache, records, block_table[rows],
+                self._settings_for(layer, rows.stop - rows.start, key_cache, alone), query[rows], key_cache, value_cache, records, block_table[rows],
                 seq_lens[rows], ready=self.ready, workspace=workspace, buffers=buffers, out=out[rows],
             )
 
-    def _settings_for(self, layer: LayerState, rows: int, key_cache: Tensor) -> StepSettings:
-        """The settings of a layer for a launch of so many rows: where the configuration leaves it open, the rows decide up to which length all is attended."""
+    def _settings_for(self, layer: LayerState, rows: int, key_cache: Tensor, alone: bool) -> StepSettings:
+        """The settings of a layer for a launch of so many rows, which decide up to which length all is attended where the configuration leaves it open."""
         assert layer.settings is not None
-        if self.config.full_pages != "auto":
-            return layer.settings
-        key = (layer.name, rows)
+        key = (layer.name, rows, alone)
         if key not in self._settings:
             row_bytes = key_cache.element_size() * (layer.head_size + (0 if layer.latent_size is not None else layer.value_size))
             rule = self.rule_of(rows, layer.num_kv_heads, row_bytes, latent=layer.latent_size is not None)
-            self._settings[key] = replace(layer.settings, rule=rule)
+            # A page that a row of one token completes is in its window, so its other records were made before. Not so beside a prefill: the prefix
+            # cache gives its blocks away in the step that fills them, and a prompt that is in them but for its last token is such a row.
+            self._settings[key] = replace(layer.settings, rule=rule, settled=layer.settings.overlap and alone)
         return self._settings[key]
 
     def rule_of(self, rows: int, kv_heads: int, row_bytes: int, *, latent: bool) -> RuleParameters:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvskim.engines.vllm.calibrate import Segment
@@ -22,7 +23,7 @@ def begin_step(state: SkimState, layer_names: Sequence[str], common: Any, decode
     Returns:
         the tokens of this step that calibration reads.
     """
-    if fast_build:
+    if fast_build or state.capturing:
         return ()
     state.last_lengths = common.seq_lens[:decode_rows] if decode_rows else None
     first = next(iter(state.layers)) in layer_names
@@ -35,3 +36,16 @@ def begin_step(state: SkimState, layer_names: Sequence[str], common: Any, decode
         if state.sampler is not None:
             state.sampler.before_step(state.last_lengths)
     return () if state.calibrator is None else state.calibrator.planned(common)
+
+
+@contextlib.contextmanager
+def no_request(state: SkimState | None) -> Iterator[None]:
+    """While vLLM builds a step only to capture it: `begin_step` does nothing, or the counters would start with steps that never were."""
+    if state is None:
+        yield
+        return
+    state.capturing = True
+    try:
+        yield
+    finally:
+        state.capturing = False

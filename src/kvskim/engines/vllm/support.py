@@ -36,7 +36,8 @@ class EngineFacts:
 
     ``vllm_version`` as vLLM reports it; ``capability`` of the GPU, (9, 0) for an H200; ``dtype`` of the model without "torch.";
     ``cache_dtype`` as given to vLLM; ``context_parallel``: decode times prefill context-parallel size; ``connector``: KV connector, with its kind of
-    store where that is not the memory of this machine.
+    store where that is not the memory of this machine; ``fused_mla_update``: vLLM's compiler joins the rotary embedding of latent attention with
+    the write into its cache.
     """
 
     vllm_version: str = "0.24.0"
@@ -50,6 +51,8 @@ class EngineFacts:
     batch_invariant: bool = False
     overlapped_batches: bool = False
     connector: str | None = None
+    sleep_mode: bool = False
+    fused_mla_update: bool = False
     variant: str = "fast"
     page_frame: bool = False
     selector: str = "sketch"
@@ -128,6 +131,13 @@ def mla_refusal(facts: EngineFacts) -> str | None:
         return f"{only}, and this is vLLM {facts.vllm_version}: install that version, or {WAY_OUT}"
     if facts.connector in CONNECTORS[:2]:
         return f"kvskim does not work with KV connector {facts.connector} and latent attention (MLA) yet: leave the connector out, or {WAY_OUT}"
+    if facts.fused_mla_update:
+        # The joined operation writes into the cache past the implementation: records would not be made.
+        setting = '--compilation-config \'{"pass_config": {"fuse_rope_kvcache_cat_mla": false}}\''
+        return f"kvskim does not see what vLLM's compiler pass fuse_rope_kvcache_cat_mla writes into the cache: set {setting}, or {WAY_OUT}"
+    if facts.sleep_mode:
+        # What decode needs is made while vLLM loads, and sleep of level 2 throws away what was made then.
+        return f"kvskim does not work with sleep mode and latent attention (MLA) yet: leave out --enable-sleep-mode, or {WAY_OUT}"
     return None
 
 
