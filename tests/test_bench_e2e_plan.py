@@ -47,14 +47,15 @@ def test_requests_of_a_batch_have_time_to_run_together() -> None:
 
 
 def load(**options: object) -> Job:
-    return plan.load_job("32x32768", **{"requests": None, "prefill": "2048", "output": "64,448", "rate": None, **options})  # type: ignore[arg-type]
+    return plan.load_jobs("32x32768", **options)[0]  # type: ignore[arg-type]
 
 
 def test_load_is_read() -> None:
     job = load()
     assert (job.batch, job.context, job.requests, job.prefill, job.shortest, job.longest, job.rate) == (32, 32768, 96, 2048, 64, 448, 0.0)
     assert job.tokens == 32768 + 448
-    assert load(prefill="real").prefill == -1
+    assert load(prefill="real").prefill == load(real=True).prefill == load(real=True, prefill="real").prefill == -1
+    assert plan.load_jobs(None, real=True) == []
     assert load(prefill="fill").prefill == 1
     assert load(requests=7, rate=2.5) == Job("load", 32, 32768, 7, 2048, 64, 448, 2.5)
 
@@ -62,10 +63,17 @@ def test_load_is_read() -> None:
 @pytest.mark.parametrize(("options", "words"), [
     ({"prefill": "64K"}, "--load-prefill is 64K"), ({"prefill": "some"}, "--load-prefill has 'some'"), ({"output": "9,4"}, "--load-output is '9,4'"),
     ({"output": "9"}, "--load-output is '9'"), ({"rate": 0.0}, "--load-rate is 0.0"), ({"requests": 0}, "--load-requests is 0"),
+    ({"prefill": "2048", "real": True}, "--load-prefill is 2048; with --real whole prompts are computed"),
 ])
 def test_bad_load_is_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(KvskimError, match=words):
         load(**options)
+
+
+@pytest.mark.parametrize("option", ["requests", "prefill", "output", "rate"])
+def test_options_of_a_load_need_one(option: str) -> None:
+    with pytest.raises(KvskimError, match=f"--load-{option} needs --load"):
+        plan.load_jobs(None, **{option: 4})  # type: ignore[arg-type]
 
 
 def test_one_engine_serves_all_jobs() -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from kvskim import cli_bench, cli_bench_e2e
 from kvskim.bench import e2e_run
 from kvskim.bench.e2e_plan import SIDES, Job, Model
-from kvskim.bench.e2e_report import read_results
+from kvskim.bench.e2e_report import FORMAT, read_results
 from kvskim.bench.geometries import LONGEST
 from kvskim.config import SkimConfig
 from kvskim.errors import KvskimError
@@ -230,6 +230,9 @@ def test_the_cause_is_read_from_the_output() -> None:
 def test_other_files_are_not_results(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text("{}")
     with pytest.raises(KvskimError, match="is not a result of"):
+        read_results(tmp_path / "r.json", "--merge")
+    (tmp_path / "r.json").write_text(json.dumps({"format": FORMAT, "runs": [{"side": "dense", "speed": 1}]}))
+    with pytest.raises(KvskimError, match="is damaged"):
         read_results(tmp_path / "r.json", "--merge")
 
 

@@ -2,10 +2,12 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from kvskim.errors import KvskimError
 from kvskim.eval import texts
 from kvskim.eval.model import ATTENTION_NAME, EvalModel, page_blocks, register_attention
 from kvskim.eval.policy import SelectorPolicy, page_log_mass
@@ -34,6 +36,19 @@ def model() -> EvalModel:
 @pytest.fixture(scope="module")
 def ids() -> list[int]:
     return torch.randint(3, 97, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.mark.parametrize("kind", ["Phi3Config", "DeepseekV2Config"])
+def test_a_model_with_other_attention_is_refused_in_one_sentence(kind: str) -> None:
+    import transformers
+
+    config = getattr(transformers, kind)(
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        n_routed_experts=2, pad_token_id=0,
+    )
+    network = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(KvskimError, match="can't be evaluated: every layer must have attention with keys and values of its own"):
+        EvalModel(network, Tokenizer())
 
 
 def test_page_blocks_stay_inside_pages() -> None:
@@ -144,3 +159,18 @@ def test_report_has_a_row_for_every_selector(model: EvalModel) -> None:
     assert "| sketch 256 B | 256 |" in page
     assert page.count("\n| mean |") == 2
     assert "of 12 (1 contexts" in page
+
+
+def test_published_methods_are_run_when_they_are_asked_for(model: EvalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvskim.eval.selectors_report.recall_gap", lambda *_: {})
+    monkeypatch.setattr("kvskim.eval.selectors_report.fidelity", lambda *_: [])
+    monkeypatch.setattr("kvskim.eval.selectors_report.retrieval", lambda *_: [])
+
+    def rows(**asked: Any) -> list[str]:
+        return list(run_table(model, tokens=320, decoded=16, needle_tokens=6000, seeds=1, log=lambda _: None, **asked)["bytes"])
+
+    selectors, everything = rows(), rows(baselines=True)
+    assert "sketch 256 B" in selectors
+    assert everything == [*selectors, "ShadowKV", "RocketKV", "SnapKV", "R-KV", "TriAttention", "LazyEviction"]
+    assert rows(only=["mean", "R-KV"]) == ["oracle", "mean", "R-KV"]
+    assert rows(only=["mean"], baselines=True) == ["oracle", "mean", *everything[len(selectors) :]]

@@ -7,10 +7,12 @@ import pytest
 from eval_lookup import lookup_model
 from kvskim.errors import KvskimError
 from kvskim.eval.answers import Answer, ModelAnswerer, score_samples
-from kvskim.eval.benchmarks import BENCHMARKS, read_benchmark, run_benchmark
+from kvskim.eval.benchmarks import BENCHMARKS, infinitebench, read_benchmark, run_benchmark
+from kvskim.eval.benchmarks import longbench as longbench_tasks
 from kvskim.eval.benchmarks.files import hub_records
 from kvskim.eval.methods import Calibrations, parse_methods, settings_of
 from kvskim.eval.sample import PromptFormat
+from tiny import CharacterTokenizer
 
 
 class Scripted:
@@ -117,9 +119,39 @@ def test_mathematics(tmp_path):
 def test_the_table_of_a_benchmark(tmp_path):
     write(tmp_path, "hotpotqa.jsonl", [longbench(), longbench()])
     write(tmp_path, "lcc.jsonl", [longbench(answers=["y"])])
-    result, page = run_benchmark(read_benchmark("longbench", tmp_path), Scripted("Ada Lovelace", "x", "y"), heads=1, log=lambda _: None)
+    kept = []
+    result, page = run_benchmark(
+        read_benchmark("longbench", tmp_path), Scripted("Ada Lovelace", "x", "y"), heads=1, log=lambda _: None, save=kept.append,
+    )
+    # After every task, for a run that is stopped.
+    assert [(len(so_far["answers"]), so_far["table"][0]["tasks"]) for so_far in kept] == [(2, {"hotpotqa": 0.5}), (3, {"hotpotqa": 0.5, "lcc": 1.0})]
     assert result["table"][0]["tasks"] == {"hotpotqa": 0.5, "lcc": 1.0}
     assert "| full | all | 50.0 | 100.0 | 75.0 |" in page
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_every_task_has_words_to_ask_with_even_where_its_records_have_none(chat):
+    tokenizer = CharacterTokenizer()
+    if chat:
+        tokenizer.chat_template = "plain"
+        tokenizer.apply_chat_template = lambda message, **_: message[0]["content"]
+    prompts = PromptFormat(tokenizer)
+    for name in longbench_tasks.FORMS:
+        sample = longbench_tasks.sample(name, longbench(input="", all_classes=["A"]), "f")
+        assert prompts.parts(sample, sample.questions[0])[1], name
+    for name in infinitebench.INFINITE_TASKS:
+        sample = infinitebench.sample(name, {"context": "c", "input": "", "answer": ["A"], "options": ["A", "B"]}, "f")
+        assert prompts.parts(sample, sample.questions[0])[1], name
+
+
+def test_a_task_that_has_no_room_is_refused_before_any_is_read(tmp_path):
+    write(tmp_path, "passkey.jsonl", [{"context": "c " * 300, "input": "What is it?", "answer": ["71432"], "options": []}])
+    write(tmp_path, "math_calc.jsonl", [{"context": "1 + 2", "input": "", "answer": [1, 3], "options": []}])
+    samples = read_benchmark("infinitebench", tmp_path)
+    prompts = PromptFormat(lookup_model().tokenizer, longest=200)
+    prompts.check_room(samples[:1])
+    with pytest.raises(KvskimError, match=r"in the task math_calc a question of .* 30000 leave no room for a context in the 200 tokens"):
+        prompts.check_room(samples)
 
 
 def test_a_real_answerer_reads_short_and_long_contexts(tmp_path):

@@ -221,6 +221,7 @@ def test_windows_of_a_text():
     assert third[1:] == tokenizer(text[200:300])["input_ids"]
     near = text_windows(tokenizer, text[:150], 101, 2)
     assert near[1][1:] == tokenizer(text[50:150])["input_ids"]
+    assert text_windows(tokenizer, text[:100], 101, 3) == [first]  # one text, one observation
     with pytest.raises(KvskimError, match="notes has 99 tokens, fewer than the 101 of --tokens"):
         text_windows(tokenizer, text[:99], 101, 1, "notes")
 
@@ -250,6 +251,8 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     (["--engine", "cuda"], "--engine is 'cuda'; it must be transformers or vllm"),
     (["--engine", "vllm", "--plot", "x.png"], "--plot needs --engine transformers"), (["--engine", "vllm", "--selectors", "snapkv"], "--selectors has snapkv"),
     (["--engine", "vllm", "--calibration", "prompt"], "--calibration is prompt"),
+    (["--engine", "vllm", "--selectors", "full,oracle"], "--selectors has oracle"),
+    (["--engine", "vllm", "--dtype", "bfloat16"], "--dtype is 'bfloat16'; --engine vllm takes"),
     (["--engine", "vllm"], "needs a Hugging Face model directory, and demo is none"),
 ])
 def test_a_wrong_option_is_one_sentence(arguments, words, monkeypatch, capsys):
@@ -280,6 +283,7 @@ def test_through_vllm(monkeypatch, tmp_path):
         return {"outputs": outputs, "activity": {"attended": 1, "total": 4, "covered": 1.8, "count": 2}, "ready": not changed}
 
     monkeypatch.setattr(fidelity_vllm, "run_engine", engine)
+    monkeypatch.setattr(fidelity_vllm, "find_spec", lambda name: name)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *a, **k: Tokenizer())
     result = fidelity_vllm.run(
         str(tmp_path), {"t": "x" * 5000}, tokens=200, decoded=20, seeds=2, methods=parse_methods("full,mean,rki4:rank=4"),
@@ -293,6 +297,25 @@ def test_through_vllm(monkeypatch, tmp_path):
     mean, rki4 = result["rows"][0], result["rows"][3]
     assert (mean["equal"], mean["tokens"], rki4["equal"], rki4["tokens"]) == (1, 7 / 8, 2, 1.0)
     assert (mean["share"], mean["covered"]) == (0.25, 0.9)
+    assert result["texts"] == {"t": 2}
     page = fidelity_vllm.markdown(result)
     assert "| mean | 128 tokens (not calibrated: full attention) | 1/2 | 87.5% | 0.000 | 25.0% | 90.0% |" in page
     assert "| rki4:rank=4 | 128 tokens | 2/2 | 100.0% |" in page
+
+
+def test_a_folder_without_a_tokenizer_and_a_machine_without_vllm_are_one_sentence(monkeypatch, tmp_path):
+    from kvskim.eval import fidelity_vllm
+
+    def run():
+        fidelity_vllm.run(
+            str(tmp_path), {"t": "x"}, tokens=200, decoded=20, seeds=1, methods=parse_methods("full,mean"), settings=settings_of("budget", [8], 0.01, 0.9),
+            calibration="text",
+        )
+
+    monkeypatch.setattr(fidelity_vllm, "find_spec", lambda name: None)
+    with pytest.raises(KvskimError, match=r"vllm is not installed here; install it with"):
+        run()
+    monkeypatch.setattr(fidelity_vllm, "find_spec", lambda name: name)
+    with pytest.raises(KvskimError, match=r"the model at .* can't be read") as error:
+        run()
+    assert "\n" not in str(error.value)

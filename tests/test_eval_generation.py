@@ -262,6 +262,11 @@ def test_intervals():
     groups = [[0.0] * 50, [1.0] * 50]
     assert strata_interval(groups).as_dict() == {"mean": 0.5, "low": 0.5, "high": 0.5}
     assert (mean_interval(groups).low, mean_interval(groups).high) == (0.0, 1.0)
+    # Groups of equal means: what is left is the chance inside them and the spread of their resampled means.
+    noise = [torch.randn(100, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    noise = [((g - g.mean()) / g.std(correction=0)).tolist() for g in noise]
+    interval = mean_interval(noise, resamples=8000)
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 / 400**0.5, rel=0.06)
     # Every task weighs the same, however many samples it has.
     assert strata_interval([[1.0] * 99, [0.0]]).mean == 0.5
     assert mean_interval(groups).text(0, 100) == "50 [0, 100]"

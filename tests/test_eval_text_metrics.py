@@ -3,7 +3,7 @@
 import pytest
 
 from kvskim.eval import text_metrics as metrics
-from kvskim.eval.benchmarks import infinitebench
+from kvskim.eval.benchmarks import infinitebench, longbench
 from kvskim.eval.math_answers import boxed, equal, final_answer, math_equality, normalise
 
 
@@ -28,6 +28,7 @@ from kvskim.eval.math_answers import boxed, equal, final_answer, math_equality, 
     (metrics.right_numbers, "13", ["3"], 0.0),
     (metrics.right_numbers, "none", ["3"], 0.0),
     (metrics.code_similarity, "```python\n# it is\nx = 1\ny = 2", ["x = 1"], 1.0),
+    (metrics.code_similarity, "z = 9  # nine\nx = 1", ["x = 1"], 1.0),
     (metrics.code_similarity, "abcd", ["abef"], 0.5),
     (metrics.code_similarity, "", ["abef"], 0.0),
     (metrics.choice, "The correct answer is (C). Not A.", ["C"], 1.0),
@@ -40,6 +41,12 @@ from kvskim.eval.math_answers import boxed, equal, final_answer, math_equality, 
     (infinitebench.contains_word, 'the value is "a-b".', ["a-b"], 1.0),
     (infinitebench.contains_word, "xa-b", ["a-b"], 0.0),
     (infinitebench.contains, "xa-b", ["a-b"], 1.0),
+    (infinitebench.name_among_words, "It is Ada, I think.", ["ADA", "ADA KING"], 1.0),
+    (infinitebench.name_among_words, "It is Adam.", ["ADA"], 0.0),
+    (infinitebench.name_among_words, "King", ["ADA", "KING"], 0.0),
+    (longbench.stated_choice, "So: **The correct answer is (C)**.", ["C"], 1.0),
+    (longbench.stated_choice, "The correct answer is C, not (A)", ["C"], 1.0),
+    (longbench.stated_choice, "A man said C", ["A"], 0.0),
     (infinitebench.last_integer, "f(2) is 4, so: -7.", ["-7"], 1.0),
     (infinitebench.last_integer, "7 apples", ["7"], 0.0),
     (infinitebench.last_integer, "", ["7"], 0.0),

@@ -85,10 +85,13 @@ def e2e(
     batch: Annotated[str | None, typer.Option(help="Comma list of batch sizes, for every context of --ctx.")] = None,
     ctx: Annotated[str | None, typer.Option(help="Comma list of context lengths in tokens, such as 16384,131072 or 16K,128K.")] = None,
     ttft: Annotated[str | None, typer.Option(help="Comma list of prompt lengths whose time to first token is measured.")] = None,
-    load: Annotated[str | None, typer.Option(help="REQUESTSxCONTEXT: so many requests in flight, with prompts of so many tokens.")] = None,
+    load: Annotated[str | None, typer.Option(help="REQUESTSxCONTEXT: so many requests in flight, with prompts of so many tokens each.")] = None,
     load_requests: Annotated[int | None, typer.Option(help="Requests in all. Default: three times those in flight.")] = None,
-    load_prefill: Annotated[str, typer.Option(help="Prompt tokens computed, the rest is filled in: a number, fill (next to none) or real (all).")] = "2048",
-    load_output: Annotated[str, typer.Option(help="Shortest and longest output in tokens.")] = "64,448",
+    load_prefill: Annotated[
+        str | None,
+        typer.Option(help="Prompt tokens computed, the rest is filled in: a number, fill (next to none) or real (all). Default: 2048; with --real: real."),
+    ] = None,
+    load_output: Annotated[str | None, typer.Option(help="Shortest and longest output in tokens. Default: 64,448.")] = None,
     load_rate: Annotated[float | None, typer.Option(help="Arrivals per second (Poisson). Default: a new request as soon as one ends.")] = None,
     selector: SelectorOption = None,
     rule: RuleOption = None,
@@ -124,9 +127,8 @@ def e2e(
         raise KvskimError("--quick has its own cases: leave out --cases, --batch and --ctx, or --quick")
     if quick or not any((cases, batch, ctx, ttft, load)):
         cases = plan.QUICK_CASES if quick else plan.DEFAULT_CASES.get(model, plan.QUICK_CASES)
-    jobs = [*plan.decode_jobs(cases, batch, ctx), *plan.ttft_jobs(ttft)]
-    if load is not None:
-        jobs.append(plan.load_job(load, requests=load_requests, prefill=load_prefill, output=load_output, rate=load_rate))
+    loads = plan.load_jobs(load, requests=load_requests, prefill=load_prefill, output=load_output, rate=load_rate, real=real)
+    jobs = [*plan.decode_jobs(cases, batch, ctx), *plan.ttft_jobs(ttft), *loads]
     plan.check_positions(chosen, jobs)
     settings = settings_of(config, real=real, selector=selector, rule=rule, budget_pages=budget_pages, tau=tau, coverage=coverage, variant=variant)
     if log is not None:

@@ -43,6 +43,8 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="Write all numbe
 MarkdownOption = Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")]
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write a PNG: the result over bytes read per step.")]
 DEFAULT_METHODS = "full,oracle,sketch,rki4,minmax"
+ENGINE_METHODS = "full,sketch,rki4,minmax"
+"""In their place with vLLM, which has no oracle."""
 
 
 @app.command()
@@ -54,7 +56,8 @@ def selectors(
     tau: Annotated[float, typer.Option(help="Threshold of the threshold rule.")] = 0.007,
     needle_tokens: Annotated[int, typer.Option(help="Length of the contexts with planted facts.")] = 6144,
     seeds: Annotated[int, typer.Option(help="Number of such contexts, 12 questions each.")] = 2,
-    only: Annotated[str, typer.Option(help="Comma list of rows to run, as the table names them; empty: all.")] = "",
+    only: Annotated[str, typer.Option(help="Comma list of rows to run, as the table names them; empty: all selectors.")] = "",
+    baselines: Annotated[bool, typer.Option("--baselines", help="Also the published methods (docs/baselines.md), slower than the selectors.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
     markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")] = None,
@@ -80,7 +83,8 @@ def selectors(
         raise KvskimError(f"--only names {', '.join(map(repr, unknown))}; the rows are {', '.join(known)}")
     _check_outputs(json_path, markdown_path, None)
     result = run_table(
-        _load(model, device), tokens=tokens, decoded=decoded, budgets=pages, tau=tau, needle_tokens=needle_tokens, seeds=seeds, only=names, log=_log(),
+        _load(model, device), tokens=tokens, decoded=decoded, budgets=pages, tau=tau, needle_tokens=needle_tokens, seeds=seeds, only=names,
+        baselines=baselines, log=_log(),
     )
     write(result, json_path, markdown_path, _command(), datetime.date.today().isoformat())
     print(markdown(result))
@@ -110,7 +114,9 @@ def fidelity(
     tau: TauOption = 0.007,
     coverage: CoverageOption = 0.95,
     calibration: CalibrationOption = "text",
-    engine: Annotated[str, typer.Option(help="transformers, or vllm: agreement of the tokens that whole engines write, on a GPU.")] = "transformers",
+    engine: Annotated[
+        str, typer.Option(help="transformers, or vllm: agreement of the tokens that whole engines write, on a GPU, in the type of the model.")
+    ] = "transformers",
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     json_path: JsonOption = None,
@@ -123,12 +129,16 @@ def fidelity(
     from kvskim.eval.methods import Calibrations, parse_budgets, parse_methods, settings_of
 
     require_packages("transformers", *(["matplotlib"] if plot_path else []))
+    if engine not in ("transformers", "vllm"):
+        raise KvskimError(f"--engine is {engine!r}; it must be transformers or vllm")
+    if engine == "vllm" and selectors == DEFAULT_METHODS:
+        selectors = ENGINE_METHODS
+    if engine == "vllm" and dtype != "float32":
+        raise KvskimError(f"--dtype is {dtype!r}; --engine vllm takes the type that the model's configuration names: leave it out")
     methods, settings = parse_methods(selectors), settings_of(rule, parse_budgets(budgets), tau, coverage)
     for option, value, least in (("--decoded", decoded, 2), ("--tokens", tokens, decoded + LEAST_PREFIX), ("--seeds", seeds, 1)):
         if value < least:
             raise KvskimError(f"{option} is {value}; it must be at least {least}")
-    if engine not in ("transformers", "vllm"):
-        raise KvskimError(f"--engine is {engine!r}; it must be transformers or vllm")
     _check_outputs(json_path, markdown_path, plot_path)
     texts = _texts(text)
     if engine == "vllm":
@@ -243,9 +253,14 @@ def benchmark(
     if context:
         check_positions(loaded.model, context, "--context")
     longest = context or getattr(loaded.config, "max_position_embeddings", None)
-    answerer = ModelAnswerer(loaded, PromptFormat(loaded.tokenizer, chat, longest), methods, settings, Calibrations(loaded, calibration), sparse_from)
-    result, page = run_benchmark(found, answerer, heads=len(loaded.sparse_layers) * loaded.num_kv_heads, log=_log())
-    _write({**_machine(loaded), "benchmark": name, **result}, page, name, json_path, markdown_path)
+    prompts = PromptFormat(loaded.tokenizer, chat, longest)
+    prompts.check_room(found)
+    answerer = ModelAnswerer(loaded, prompts, methods, settings, Calibrations(loaded, calibration), sparse_from)
+    about = {**_machine(loaded), "benchmark": name}
+    result, page = run_benchmark(
+        found, answerer, heads=len(loaded.sparse_layers) * loaded.num_kv_heads, log=_log(), save=lambda result: _write_json({**about, **result}, json_path),
+    )
+    _write({**about, **result}, page, name, json_path, markdown_path)
 
 
 def _log() -> Callable[[str], None]:

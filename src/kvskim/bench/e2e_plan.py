@@ -17,6 +17,8 @@ SIDES = (DENSE, KVSKIM)
 EXTRA_STEPS = 64
 """Decode steps that the time per token is taken over: the second output length minus the first."""
 LEAST_CONTEXT = 1024
+LOAD_PREFILL, LOAD_OUTPUT = "2048", "64,448"
+"""Of load jobs where nothing else is asked for: prompt tokens computed, shortest and longest output."""
 QUICK_CASES = "1x16K,1x128K"
 DEFAULT_CASES = {
     "glm4-9b-1m": "1x16K,1x128K,1x256K,1x1M,4x256K",
@@ -94,11 +96,11 @@ def parse_sizes(text: str, option: str) -> list[int]:
     return [parse_size(word, option) for word in text.split(",")]
 
 
-def parse_shape(text: str, option: str) -> tuple[int, int]:
-    """``BATCHxCONTEXT`` as two numbers."""
+def parse_shape(text: str, option: str, form: str = "BATCHxCONTEXT") -> tuple[int, int]:
+    """``BATCHxCONTEXT`` as two numbers. form: how a message calls that."""
     batch, cross, context = text.strip().lower().partition("x")
     if not cross:
-        raise KvskimError(f"{option} has {text.strip()!r}; it must be BATCHxCONTEXT, such as 4x131072 or 4x128K")
+        raise KvskimError(f"{option} has {text.strip()!r}; it must be {form}, such as 4x131072 or 4x128K")
     return parse_size(batch, option), parse_size(context, option)
 
 
@@ -127,9 +129,30 @@ def ttft_jobs(lengths: str | None) -> list[Job]:
     return [] if lengths is None else [Job("ttft", 1, length) for length in dict.fromkeys(parse_sizes(lengths, "--ttft"))]
 
 
-def load_job(shape: str, *, requests: int | None, prefill: str, output: str, rate: float | None) -> Job:
-    """The job of ``--load`` and the options that belong to it."""
-    batch, context = parse_shape(shape, "--load")
+def load_jobs(
+    shape: str | None, *, requests: int | None = None, prefill: str | None = None, output: str | None = None, rate: float | None = None, real: bool = False
+) -> list[Job]:
+    """The job of ``--load`` and the options that belong to it; none without ``--load``.
+
+    Args:
+        shape: requests in flight and prompt tokens; None: no load, and then none of the other options may be given.
+        prefill: None: `LOAD_PREFILL`, or with real weights the whole prompt, because nothing can be filled in there.
+        output: None: `LOAD_OUTPUT`.
+        real: real weights.
+    """
+    if shape is None:
+        named = {"--load-requests": requests, "--load-prefill": prefill, "--load-output": output, "--load-rate": rate}
+        lonely = [option for option, value in named.items() if value is not None]
+        if lonely:
+            raise KvskimError(f"{lonely[0]} needs --load, the requests in flight and their prompt tokens, such as --load 32x32K")
+        return []
+    if real and prefill not in (None, "real"):
+        raise KvskimError(f"--load-prefill is {prefill}; with --real whole prompts are computed: leave it out")
+    return [_load_job(shape, requests=requests, prefill=prefill or ("real" if real else LOAD_PREFILL), output=output or LOAD_OUTPUT, rate=rate)]
+
+
+def _load_job(shape: str, *, requests: int | None, prefill: str, output: str, rate: float | None) -> Job:
+    batch, context = parse_shape(shape, "--load", "REQUESTSxCONTEXT")
     bounds = parse_sizes(output, "--load-output")
     if len(bounds) != 2 or bounds[0] > bounds[1]:
         raise KvskimError(f"--load-output is {output!r}; it must be the shortest and the longest output in tokens, such as 64,448")

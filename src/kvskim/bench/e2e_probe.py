@@ -87,7 +87,7 @@ def weights(model: torch.nn.Module, *, tied: bool) -> dict[str, int]:
 
 def activity(layers: Mapping[str, Any]) -> dict[str, Any]:
     """``calibrated``, and of the last decode step, summed over layers, rows and kv heads: pages ``attended`` and in ``total``, mass ``covered``, ``count``
-    of (layer, row, kv head),. Empty for a dense engine."""
+    of (layer, row, kv head). Empty for a dense engine."""
     state = SkimState.find(layers)
     if state is None:
         return {}

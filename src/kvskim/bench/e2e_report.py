@@ -174,7 +174,10 @@ def read_results(path: Path, option: str) -> list[Run]:
         raise KvskimError(f"{option} {path} can't be read: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise KvskimError(f"{option} {path} is not a result of `kvskim bench e2e --json`")
-    return [Run(**run) for run in content["runs"]]
+    try:
+        return [Run(**run) for run in content["runs"]]
+    except (KeyError, TypeError) as error:
+        raise KvskimError(f"{option} {path} is damaged ({error}): measure again") from None
 
 
 def merge(runs: Iterable[Run]) -> list[Run]:

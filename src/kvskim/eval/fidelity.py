@@ -50,7 +50,7 @@ class Measured:
 def text_windows(tokenizer: Any, text: str, tokens: int, count: int, name: str = "the text") -> list[list[int]]:
     """``count`` windows of ``tokens`` tokens, evenly spread over the beginning of a text, each with the model's begin-of-text token.
 
-    They do not overlap where the text is long enough.
+    They do not overlap where the text is long enough; fewer windows come from a text that has no room for so many different ones.
 
     Raises:
         KvskimError: the text has less than one window.
@@ -60,7 +60,9 @@ def text_windows(tokenizer: Any, text: str, tokens: int, count: int, name: str =
     ids = tokenize(tokenizer, text[: CHARACTERS_A_TOKEN * tokens * count])[: wanted * count]
     if len(ids) < wanted:
         raise KvskimError(f"{name} has {len(ids)} tokens, fewer than the {tokens} of --tokens: give a longer text, or lower --tokens")
-    return [start + ids[offset : offset + wanted] for offset in (i * (len(ids) - wanted) // max(1, count - 1) for i in range(count))]
+    # Two equal windows would count as one more observation.
+    offsets = dict.fromkeys(i * (len(ids) - wanted) // max(1, count - 1) for i in range(count))
+    return [start + ids[offset : offset + wanted] for offset in offsets]
 
 
 def divergence_of(full: Tensor, sparse: Tensor) -> tuple[list[float], list[float]]:

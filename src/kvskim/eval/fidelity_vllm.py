@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvskim.demo.model import reading_model
 from kvskim.engines.vllm.check import compare, run_engine
 from kvskim.errors import KvskimError
 from kvskim.eval.fidelity import text_windows
@@ -40,21 +42,23 @@ def run(
         calibration: ``text``: on a built-in text, at the engine's start; else a file.
 
     Raises:
-        KvskimError: a baseline, which only the Hugging Face host has, a model that is no directory, or an engine that failed.
+        KvskimError: a baseline or the oracle, which an engine does not have, a model that is no directory, or an engine that failed.
     """
-    baselines = [method.label for method in methods if method.is_baseline]
-    if baselines:
-        raise KvskimError(f"--selectors has {', '.join(baselines)}; --engine vllm runs kvskim's own selectors only: leave them out, or use transformers")
+    foreign = [method.label for method in methods if method.is_baseline or method.name == "oracle"]
+    if foreign:
+        raise KvskimError(f"--selectors has {', '.join(foreign)}; --engine vllm runs kvskim's own selectors only: leave them out, or use transformers")
     if calibration == "prompt":
         raise KvskimError("--calibration is prompt; an engine keeps one calibration for all prompts: use text, or a file of kvskim calibrate")
     if not Path(model).is_dir():
         raise KvskimError(f"--engine vllm needs a Hugging Face model directory, and {model} is none")
+    if find_spec("vllm") is None:
+        raise KvskimError("vllm is not installed here; install it with: pip install 'kvskim[vllm]'")
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    prompts = [
-        window[: tokens - decoded] for name, text in texts.items() for window in text_windows(tokenizer, text, tokens, seeds, name)
-    ]
+    with reading_model(model):
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    windows = {name: text_windows(tokenizer, text, tokens, seeds, name) for name, text in texts.items()}
+    prompts = [window[: tokens - decoded] for found in windows.values() for window in found]
     warm = text_windows(tokenizer, other_text(), min(WARM_TOKENS, tokens), 1)[0]
     # Room for the steps in which the engine fits its calibration.
     engine = {"model": model, "max_model_len": tokens + 128, "enable_prefix_caching": False}
@@ -73,7 +77,7 @@ def run(
                 method=method.label, setting=setting.label, **asdict(compare(dense, sparse)), share=seen["attended"] / max(1, seen["total"]),
                 covered=seen["covered"] / max(1, seen["count"]), ready=sparse["ready"],
             ))
-    return dict(device="vLLM", tokens=tokens, decoded=decoded, texts={name: seeds for name in texts}, rows=rows)
+    return dict(device="vLLM", tokens=tokens, decoded=decoded, texts={name: len(found) for name, found in windows.items()}, rows=rows)
 
 
 def markdown(result: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvskim.errors import KvskimError
 from kvskim.eval.policy import Policy, token_mask
 from kvskim.layout import PAGE_TOKENS
 
@@ -29,6 +30,9 @@ class EvalModel:
     Args:
         model: loaded with ``attn_implementation=ATTENTION_NAME`` (see `load`).
         tokenizer: its tokenizer.
+
+    Raises:
+        KvskimError: a layer with other attention: latent (MLA), linear, or with one projection for queries, keys and values.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -53,9 +57,16 @@ class EvalModel:
         """Last queries of the prompt by sparse layer, ``[Hq, n, D]``, multiplied by the softmax scale; ``n`` is at most `OBSERVED_QUERIES`."""
         self.scaling = 0.0
         self.softcap = 0.0
+        reached = set()
         for module in model.modules():
             if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
                 module.kvskim_eval = self
+                reached.add(module.layer_idx)
+        if getattr(config, "kv_lora_rank", None) or not reached.issuperset(range(self.num_layers)):
+            raise KvskimError(
+                f"models of the type {config.model_type!r} can't be evaluated: every layer must have attention with keys and values of its own and a "
+                "projection q_proj, and this model has latent, linear or fused ones"
+            )
 
     def reserve(self, tokens: int) -> None:
         """Forget everything and make room for ``tokens`` tokens."""

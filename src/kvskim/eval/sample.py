@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvskim.demo.text import tokenize
@@ -82,20 +82,26 @@ class PromptFormat:
         before, after = start + tokenize(self.tokenizer, head), tokenize(self.tokenizer, tail + answer_prefix)
         if not after:
             raise KvskimError(f"a question of the task {sample.task} has no words: there is nothing to answer")
-        return self._shortened(before, len(after), question.limit), after
+        return self._shortened(sample.task, before, len(after), question.limit), after
+
+    def check_room(self, samples: Iterable[Sample]) -> None:
+        """Refuse, before any of them is read, samples whose question and answer alone leave no room for a context; raises KvskimError."""
+        for sample in samples:
+            for question in sample.questions:
+                self.parts(replace(sample, context=""), question)
 
     def length(self, sample: Sample) -> int:
         """Tokens of the longest prompt of a sample together with its answer."""
         return max(sum(map(len, self.parts(sample, q))) + q.limit for q in sample.questions)
 
-    def _shortened(self, before: list[int], question: int, answer: int) -> list[int]:
+    def _shortened(self, task: str, before: list[int], question: int, answer: int) -> list[int]:
         if self.longest is None or len(before) + question + answer <= self.longest:
             return before
         room = self.longest - question - answer
         if room < 2:
             raise KvskimError(
-                f"a question of {question} tokens and an answer of up to {answer} leave no room for a context in the {self.longest} tokens of this model: "
-                "use a model for longer contexts, or lower --limit"
+                f"in the task {task} a question of {question} tokens and an answer of up to {answer} leave no room for a context in the {self.longest} tokens "
+                "of this model: use a model for longer contexts, lower --limit, or leave the task out with --tasks"
             )
         return before[: room - room // 2] + before[len(before) - room // 2 :]
 

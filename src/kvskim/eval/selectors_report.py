@@ -22,7 +22,7 @@ NOTHING = "-"
 
 def run_table(
     model: EvalModel, *, tokens: int = 8192, decoded: int = 128, budgets: Sequence[int] = (8, 16, 32), tau: float = 0.007,
-    needle_tokens: int = NEEDLE_TOKENS, seeds: int = 2, only: Sequence[str] = (), log: Callable[[str], None] = print,
+    needle_tokens: int = NEEDLE_TOKENS, seeds: int = 2, only: Sequence[str] = (), baselines: bool = False, log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """All measurements of the table as one JSON-able dict.
 
@@ -33,9 +33,10 @@ def run_table(
         tau: threshold of the threshold rule.
         needle_tokens: length of the contexts with planted facts (12 questions each).
         seeds: number of such contexts.
-        only: names of candidates to run; empty for all. The oracle always runs.
+        only: names of candidates to run; empty for all selectors. The oracle always runs.
+        baselines: run the published methods too, named in ``only`` or not.
     """
-    candidates = [c for c in known_candidates() if not only or c.name in only or c.name == "oracle"]
+    candidates = [c for c in known_candidates() if c.name == "oracle" or c.name in only or (baselines if c.is_baseline else not only)]
     shape = (model.num_kv_heads, model.head_dim)
     result: dict[str, Any] = dict(
         tokens=tokens, decoded=decoded, budgets=list(budgets), tau=tau, needle_tokens=needle_tokens, seeds=seeds,

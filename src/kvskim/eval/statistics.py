@@ -57,8 +57,10 @@ def mean_interval(groups: Sequence[Sequence[float]], resamples: int = RESAMPLES,
     """Mean of the group means, both groups and the numbers in them resampled. A single group is resampled inside only."""
     arrays, random = _arrays(groups), np.random.default_rng(seed)
     inside = np.stack([_resampled_means(array, random, resamples) for array in arrays])
+    picks = np.arange(len(arrays))[:, None]
     picked = random.integers(0, len(arrays), (len(arrays), resamples))
-    means = np.take_along_axis(inside, picked, 0).mean(0)
+    # A group that is picked twice is resampled twice: otherwise its chance would be counted in full each time, and the interval be too wide.
+    means = inside[picked, (np.arange(resamples) + picks) % resamples].mean(0)
     return _interval(np.mean([array.mean() for array in arrays]), means)
 
 

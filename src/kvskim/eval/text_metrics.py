@@ -116,9 +116,10 @@ def right_numbers(prediction: str, references: Sequence[str]) -> float:
 def code_similarity(prediction: str, references: Sequence[str]) -> float:
     """Similarity of the first line of the prediction that is code to the reference: ``1 - indel distance / total length``.
 
-    The indel distance counts inserted and deleted characters, so this is ``2 LCS / (length + length)``. Fences and comments are no code.
+    The indel distance counts inserted and deleted characters, so this is ``2 LCS / (length + length)``. A line with a backquote, ``#`` or ``//`` anywhere
+    counts as a fence or a comment.
     """
-    lines = [line for line in prediction.lstrip("\n").split("\n") if "`" not in line and not line.lstrip().startswith(("#", "//"))]
+    lines = [line for line in prediction.lstrip("\n").split("\n") if not any(mark in line for mark in ("`", "#", "//"))]
     line = lines[0] if lines else ""
     return max(_rouge_l(line, reference) if line or reference else 1.0 for reference in references)
 

@@ -34,6 +34,11 @@ def contains_word(prediction: str, references: Sequence[str]) -> float:
     return float(references[0] in re.split(r"[\s:\"'.,?!{}]+", prediction))
 
 
+def name_among_words(prediction: str, references: Sequence[str]) -> float:
+    """1 if the first reference, a name in capital letters, is one of the words of the prediction in capital letters, punctuation aside."""
+    return contains_word(prediction.upper(), references)
+
+
 def last_integer(prediction: str, references: Sequence[str]) -> float:
     """1 if the last word is the reference as a number."""
     words = re.split(r"[\s.`'\":]+", prediction.strip(" \n.`'\":"))
@@ -80,7 +85,7 @@ _FORMS: dict[str, tuple[Metric, int, str, str]] = {
     "longbook_qa_eng": (metrics.token_f1, 40, _BOOK, "\n\nQuestion: {input}\nAnswer:"),
     "longbook_qa_chn": (metrics.character_f1, 40, "阅读这本书，简短地回答问题。\n\n", "\n\n问题：{input}\n回答："),
     "longdialogue_qa_eng": (
-        metrics.string_match_part, 40, "One name in this script is hidden by $$MASK$$. Find out who it is.\n\n", "\n\nThe name hidden by $$MASK$$ is",
+        name_among_words, 40, "One name in this script is hidden by $$MASK$$. Find out who it is.\n\n", "\n\nThe name hidden by $$MASK$$ is",
     ),
     "math_find": (first_number, 3, "{input}\n\n", "\n\n{input}"),
     "math_calc": (leading_numbers, 30_000, "Add up step by step and give the result after every step.\n\n", "\n\nResults after every step:"),

@@ -6,6 +6,7 @@ Metrics are those of the papers; Chinese is cut into characters instead of words
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ _DOCUMENT = "Read the text and answer the question as briefly as you can, with a
 _CHINESE = "阅读下面的材料，然后用尽量简短的话回答问题。\n\n"
 _SUMMARY = "Read the text and write a summary of it.\n\n"
 _CODE = "Go on with this code. Write the next line only.\n\n"
+_NEXT_LINE = "The next line:\n"
 _EXAMPLES = "Here are examples of a task. Do the last one in the same way.\n\n"
 
 
@@ -66,8 +68,8 @@ FORMS: dict[str, TaskForm] = {
     "passage_retrieval_zh": TaskForm(
         metrics.right_numbers, 32, "下面若干段落之一的摘要在最后。\n\n", "\n\n摘要：{input}\n这是哪一段的摘要？请按“段落1”的格式回答。\n回答：",
     ),
-    "lcc": TaskForm(metrics.code_similarity, 64, _CODE, "", plain=True),
-    "repobench-p": TaskForm(metrics.code_similarity, 64, _CODE, "{input}", plain=True),
+    "lcc": TaskForm(metrics.code_similarity, 64, _CODE, _NEXT_LINE, plain=True),
+    "repobench-p": TaskForm(metrics.code_similarity, 64, _CODE, "{input}" + _NEXT_LINE, plain=True),
 }
 ENGLISH_EVEN = tuple(name for name in FORMS if name in (
     "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en",
@@ -82,6 +84,13 @@ def _first_line(metric: Metric, prediction: str, references: Sequence[str]) -> f
 
 def _among(classes: tuple[str, ...], prediction: str, references: Sequence[str]) -> float:
     return metrics.classification(prediction, references, classes)
+
+
+def stated_choice(prediction: str, references: Sequence[str]) -> float:
+    """1 if the answer says, in these words, "The correct answer is (A)" or "The correct answer is A" with the letter of the reference."""
+    text = prediction.replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
+    return float(found is not None and found[1] in references)
 
 
 def sample(task: str, record: Mapping[str, Any], where: str) -> Sample:
@@ -104,5 +113,5 @@ def sample_v2(task: str, record: Mapping[str, Any], where: str) -> Sample:
     )
     answer = as_strings(field(record, ("answer",), where))
     return Sample(task, "Read the text and answer the question about it.\n\n" + str(field(record, ("context",), where)), (
-        Question(question, answer, metrics.choice, 128),
+        Question(question, answer, stated_choice, 128),
     ))
