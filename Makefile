@@ -17,7 +17,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 
 lint: $(VENV)/test-ready
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 
 # The contract tests with the Python files of real vLLM releases: downloads ten wheels of hundreds of MB, so it is no part of `make test`.

@@ -154,8 +154,8 @@ class SkimConfig(BaseModel):
     sink_pages: int = _pages("Pages at the start of a request that are always attended.", 0, default=1)
     window_pages: int = _pages("Pages at the end of a request that are always attended, the open page among them.", 1, default=1)
     full_pages: Annotated[int, Field(ge=0, le=_LARGEST_COUNT)] | Literal["auto"] = _setting(
-        "Requests of at most so many pages attend all of them. `auto`: in vLLM the length up to which that costs no more time than choosing, which "
-        "depends on the batch size; 0 elsewhere.",
+        "Requests of at most so many pages attend all of them. `auto`: in vLLM an estimate of the length up to which that costs no more time than "
+        "choosing, which depends on the batch size; 0 elsewhere.",
         "must be auto or a whole number, at least 0",
         default="auto",
     )

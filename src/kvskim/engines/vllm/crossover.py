@@ -8,7 +8,7 @@ from kvskim.layout import PAGE_TOKENS
 from kvskim.rules import RuleParameters
 
 SPARE_BYTES = 20 << 20
-"""K and V that attention reads in the time that preparing a query, scoring and selecting take; measured, see docs/benchmarks/e2e.md.
+"""K and V that attention reads in the time that preparing a query, scoring and selecting take: an estimate from docs/benchmarks/kernels.md.
 
 That time hardly depends on the batch size, the K and V of all pages do: so the length at which choosing starts to pay falls with the batch.
 """
