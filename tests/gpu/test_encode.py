@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,52 @@ def test_more_coefficients_than_registers_hold(dim: int, most_digits: int, dtype
 @pytest.mark.parametrize(("heads", "pages"), [(8, 1100), (1, 400), (160, 200)])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_windows_of_every_size(dim: int, heads: int, pages: int) -> None:
-    """Many tokens and heads: windows of 16 to 1024 slots, in which some or all slots complete a page, and several chunks of pages."""
+    """Many tokens and heads: windows from 16 slots to all of them, in which some or all complete a page; pages in many batches or chunks."""
     case = EncodeCase(dim=dim, heads=heads, block_size=16, blocks=pages, device="cuda")
     for name in ("prompt", "decode, all complete"):
         case.records.fill_(POISON)
         slots = slot_lists(case)[name]
         case.run(slots, "cuda")
         assert case.problems(slots) == [], name
+
+
+@on_hopper
+@pytest.mark.parametrize("magnitude", [1e-8, 1e-3, 1e3, 1e8], ids=str)
+def test_keys_of_any_magnitude(magnitude: float) -> None:
+    """Keys and the modes made of them are coded as finely whatever their size; 16-bit floats in between must not overflow or vanish."""
+    case = EncodeCase(dim=128, blocks=40, device="cuda")
+    tables = case.tables
+    case.tables = replace(tables, mean=tables.mean * magnitude, encode_matrix=(tables.encode_matrix.float() / magnitude).bfloat16())
+    case.key_cache = (case.key_cache.float() * magnitude).bfloat16()
+    slots = slot_lists(case)["prompt"]
+    case.run(slots, "cuda")
+    assert case.problems(slots) == []
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+def test_channels_of_very_different_size(dim: int) -> None:
+    case = EncodeCase(dim=dim, blocks=40, device="cuda")
+    scale = 10 ** torch.linspace(-2.5, 2.5, dim, device="cuda")
+    tables = case.tables
+    case.tables = replace(tables, mean=tables.mean * scale, encode_matrix=(tables.encode_matrix.float() / scale).bfloat16())
+    case.key_cache = (case.key_cache.float() * scale).bfloat16()
+    slots = slot_lists(case)["prompt"]
+    case.run(slots, "cuda")
+    assert case.problems(slots) == []
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+def test_huge_and_undefined_keys(dim: int) -> None:
+    """A page beyond the range of 16-bit floats gets the codes at the ends of their ranges, a NaN the middle ones; pages of the same batch are as ever."""
+    case = EncodeCase(dim=dim, blocks=12, device="cuda")
+    case.key_cache[0, 3, 0, 5] = torch.nan
+    case.key_cache[2, 2, 0, 7:9] = 1e36
+    case.key_cache[3, 2, 0, 9] = 1e5
+    slots = slot_lists(case)["prompt"]
+    case.run(slots, "cuda")
+    assert case.problems(slots) == []
 
 
 @on_hopper

@@ -3,38 +3,18 @@
 //     Y = T^T (K - m)                 16 token modes x D, T the 16-point DCT-II
 //     x = encode_matrix[row] . Y_mode, code = clamp(floor(x), -2^(b-1), 2^(b-1) - 1) + 2^(b-1), digits of two bits into the record
 //
-// One CTA takes a window of slots of one kv head, lists the pages that end in it, and codes them in batches of 16: M of a tensor-core
-// multiply. Both products run on tensor cores. T and Y are split into two 16-bit parts, so that codes are those of float32 arithmetic
-// except next to a boundary; the mean enters mode 0 alone, because every other mode of a constant is exactly zero.
-// The 16 modes are processed in parts that need equally many half rows of the record: one warp owns one half row (32 coefficient rows), so up
-// to head dim 128 its share of encode_matrix stays in registers for a chunk of 64 pages, while the keys are read once per part, the later
-// times from L2. Larger head dims stream encode_matrix from L2.
-#include "encode_sketch_products.cuh"
+// Both products run on tensor cores; the mean enters mode 0 alone, because every other mode of a constant is exactly zero. Head dims up to 128
+// have a kernel of their own in encode_sketch_resident.cuh. The one here serves larger head dims: a CTA takes a window of slots of one kv
+// head, lists the pages that end in it, and codes them in batches of 16, M of a tensor-core multiply. T and Y are split into two 16-bit
+// parts, so that codes are those of float32 arithmetic except next to a boundary. The 16 modes are processed in parts that need equally many
+// half rows of the record, one warp or two to a half row (32 coefficient rows); the keys are read once per part and encode_matrix once per
+// batch, from L2.
+#include "encode_sketch_resident.cuh"
 
 namespace kvskim {
 namespace {
 
 using sketch::record_bytes;
-
-constexpr uint32_t kUnusedSlot = 0x80000000u;
-
-struct EncodeSketch {
-  const uint8_t* keys;
-  int64_t block_stride, token_stride, head_stride;  // bytes
-  int block_shift;  // log2(pages per block)
-  const int64_t* slot_mapping;
-  int tokens, window;
-  const float* mean;
-  const __nv_bfloat16* encode_matrix;
-  const uint8_t* coefficient_bits;
-  const int* coefficient_count;
-  const int16_t* slot_coefficient;
-  const uint8_t* slot_digit;
-  uint8_t* records;
-  int64_t pages;
-  int heads;
-  float key_scale;
-};
 
 template <ElementType Element, int D>
 __global__ void __launch_bounds__(kThreads, 1) encode_sketch_kernel(const EncodeSketch parameters) {
@@ -69,28 +49,10 @@ __global__ void __launch_bounds__(kThreads, 1) encode_sketch_kernel(const Encode
   const int count = completed;
   if (count == 0) return;
 
-  uint8_t* const staged_keys = shared + P::keys_at + warp * 16 * P::row_bytes;
   auto page_keys = [&](int page) {
     const int block = page >> parameters.block_shift, first_token = (page & ((1 << parameters.block_shift) - 1)) * kPageTokens;
     return parameters.keys + block * parameters.block_stride + first_token * parameters.token_stride + head * parameters.head_stride;
   };
-  auto stage_page = [&](int index) {
-    if constexpr (P::staged) {
-      if (index < count) {
-        const uint8_t* from = page_keys(list[index]);
-        const uint32_t to = shared_address(staged_keys);
-        int first = lane;
-        asm volatile("" : "+r"(first));  // addresses are made anew at every call: kept across the loops they would spill
-#pragma unroll
-        for (int i = 0; i < 16 * P::row_pieces / 32; ++i) {
-          const int token = (i * 32 + first) / P::row_pieces, piece = (i * 32 + first) % P::row_pieces;
-          copy16(to + 16 * key_piece<P>(token, piece), from + token * parameters.token_stride + piece * 16);
-        }
-      }
-      commit_copies();
-    }
-  };
-  stage_page(warp);
 
   // Tables of the record's bytes: for bit position k of byte b, the coefficient row and the digit of it.
   for (int i = thread; i < slots; i += kThreads) {
@@ -115,15 +77,10 @@ __global__ void __launch_bounds__(kThreads, 1) encode_sketch_kernel(const Encode
       const int active_tiles = min(max(ceil_div(parameters.coefficient_count[head * modes + mode] - first, 8), 0), P::tiles);
       const int first_row = format_tables.start[mode] + first;
       const __nv_bfloat16* const rows = parameters.encode_matrix + int64_t(head * slots + first_row) * D;
-      uint4 matrix[P::staged ? P::tiles : 1][P::staged ? D / 32 : 1];
       uint32_t widths = 0;  // bits of this lane's two coefficients of each tile, four bits each
 #pragma unroll
       for (int tile = 0; tile < P::tiles; ++tile) {
         if (tile < active_tiles) {
-          if constexpr (P::staged) {
-#pragma unroll
-            for (int step = 0; step < D / 32; ++step) matrix[tile][step] = matrix_piece<P, D>(rows, tile, step, lane);
-          }
           const uint8_t* bits = parameters.coefficient_bits + head * slots + first_row + tile * 8 + (lane & 3) * 2;
           widths |= uint32_t(bits[0] | bits[1] << 4) << 8 * tile;
         }
@@ -131,33 +88,15 @@ __global__ void __launch_bounds__(kThreads, 1) encode_sketch_kernel(const Encode
 #pragma unroll 1
       for (int batch = 0; batch < chunk_pages; batch += kBatch) {
         const int index = chunk + batch + warp;
-        if constexpr (P::staged) {
-          wait_copies<0>();
-          __syncwarp();
-        }
         if (index < count) {
-          if constexpr (P::staged) {
-            transform_page<P, half>(vectors, weights, mean, parameters.key_scale, part == 0, warp, lane, [&](int token, int byte) {
-              return staged_keys + 16 * key_piece<P>(token, byte / 16) + byte % 16;
-            });
-          } else {
-            const uint8_t* from = page_keys(list[index]);
-            transform_page<P, half>(vectors, weights, mean, parameters.key_scale, part == 0, warp, lane,
-                                    [&](int token, int byte) { return from + token * parameters.token_stride + byte; });
-          }
-        }
-        if constexpr (P::staged) {
-          __syncwarp();
-          // The next batch of this part, else the first of the next part, else the first of the next chunk.
-          const bool same_part = batch + kBatch < chunk_pages;
-          stage_page(warp + (same_part ? chunk + batch + kBatch : part + 1 < P::parts ? chunk : chunk + kChunk));
+          const uint8_t* from = page_keys(list[index]);
+          transform_page<P, half>(vectors, weights, mean, parameters.key_scale, part == 0, warp, lane,
+                                  [&](int token, int byte) { return from + token * parameters.token_stride + byte; });
         }
         __syncthreads();
         float sum[P::tiles][4] = {};
-        multiply_modes<P>(sum, vectors, mode_index, active_tiles, lane, [&](int tile, int step) {
-          if constexpr (P::staged) return matrix[tile][step];
-          else return matrix_piece<P, D>(rows, tile, step, lane);
-        });
+        multiply_modes<P>(sum, vectors, mode_index, active_tiles, lane,
+                          [&](int tile, int step) { return matrix_piece<P, D>(rows, tile, step, lane); });
         uint8_t* const to = codes + batch * slots + (first_row + (lane & 3) * 2) * kBatch + (lane >> 2);
 #pragma unroll
         for (int tile = 0; tile < P::tiles; ++tile) {
@@ -208,19 +147,28 @@ int window_slots(int tokens, int heads, int processors) {
 }
 
 template <ElementType Element, int D>
-cudaError_t launch_encode(const EncodeSketch& parameters, int flags, cudaStream_t stream) {
-  const dim3 grid(parameters.heads, ceil_div(parameters.tokens, parameters.window));
-  return launch(encode_sketch_kernel<Element, D>, grid, kThreads, Plan<Element, D>::shared_bytes, stream, flags, parameters);
+cudaError_t launch_encode(EncodeSketch parameters, int processors, int flags, cudaStream_t stream) {
+  if constexpr (D <= 128) {
+    // One CTA per SM for the whole launch, as each reads encode_matrix once. Few slots, as in a decode step: 16 of them each.
+    const int most = max(processors / parameters.heads, 1);
+    parameters.window = max(ceil_div(ceil_div(parameters.tokens, most), kPageTokens) * kPageTokens, kPageTokens);
+    const dim3 grid(parameters.heads, ceil_div(parameters.tokens, parameters.window));
+    return launch(encode_sketch_resident_kernel<Element, D>, grid, kCoderThreads, Resident<Element, D>::shared_bytes, stream, flags, parameters);
+  } else {
+    parameters.window = window_slots(parameters.tokens, parameters.heads, processors);
+    const dim3 grid(parameters.heads, ceil_div(parameters.tokens, parameters.window));
+    return launch(encode_sketch_kernel<Element, D>, grid, kThreads, Plan<Element, D>::shared_bytes, stream, flags, parameters);
+  }
 }
 
 template <ElementType Element>
-cudaError_t launch_head_dim(int head_dim, const EncodeSketch& parameters, int flags, cudaStream_t stream) {
+cudaError_t launch_head_dim(int head_dim, const EncodeSketch& parameters, int processors, int flags, cudaStream_t stream) {
   switch (head_dim) {
-    case 64: return launch_encode<Element, 64>(parameters, flags, stream);
-    case 96: return launch_encode<Element, 96>(parameters, flags, stream);
-    case 128: return launch_encode<Element, 128>(parameters, flags, stream);
-    case 256: return launch_encode<Element, 256>(parameters, flags, stream);
-    case 576: return launch_encode<Element, 576>(parameters, flags, stream);
+    case 64: return launch_encode<Element, 64>(parameters, processors, flags, stream);
+    case 96: return launch_encode<Element, 96>(parameters, processors, flags, stream);
+    case 128: return launch_encode<Element, 128>(parameters, processors, flags, stream);
+    case 256: return launch_encode<Element, 256>(parameters, processors, flags, stream);
+    case 576: return launch_encode<Element, 576>(parameters, processors, flags, stream);
     default: return cudaErrorInvalidValue;
   }
 }
@@ -228,7 +176,7 @@ cudaError_t launch_head_dim(int head_dim, const EncodeSketch& parameters, int fl
 }  // namespace
 }  // namespace kvskim
 
-// Strides in elements; key_cache and all strides aligned to 16 bytes. slot_mapping int64 [tokens]; tables as in kvskim.selectors.sketch;
+// Strides in elements; key_cache and all strides aligned to 16 bytes, tokens less than 4 GB apart. slot_mapping int64 [tokens]; tables as in kvskim.selectors.sketch;
 // records uint8 [pages, heads, 256]. Returns a CUDA error code.
 extern "C" int kvskim_encode_sketch(const void* key_cache, int element, int64_t block_stride, int64_t token_stride, int64_t head_stride,
                                     int block_size, const int64_t* slot_mapping, int tokens, const float* mean, const void* encode_matrix,
@@ -245,14 +193,15 @@ extern "C" int kvskim_encode_sketch(const void* key_cache, int element, int64_t 
   while (kPageTokens << block_shift < block_size) ++block_shift;
   if (kPageTokens << block_shift != block_size) return cudaErrorInvalidValue;
   const int64_t bytes = element == kFloat8E4M3 ? 1 : 2;
+  if (token_stride * bytes >> 32) return cudaErrorInvalidValue;
   const EncodeSketch parameters{static_cast<const uint8_t*>(key_cache), block_stride * bytes, token_stride * bytes, head_stride * bytes,
-                                block_shift, slot_mapping, tokens, window_slots(tokens, heads, processors), mean,
+                                block_shift, slot_mapping, tokens, /*window=*/0, mean,
                                 static_cast<const __nv_bfloat16*>(encode_matrix), coefficient_bits, coefficient_count, slot_coefficient,
                                 slot_digit, records, pages, heads, key_scale};
   switch (element) {
-    case kBFloat16: return launch_head_dim<kBFloat16>(head_dim, parameters, flags, stream);
-    case kFloat16: return launch_head_dim<kFloat16>(head_dim, parameters, flags, stream);
-    case kFloat8E4M3: return launch_head_dim<kFloat8E4M3>(head_dim, parameters, flags, stream);
+    case kBFloat16: return launch_head_dim<kBFloat16>(head_dim, parameters, processors, flags, stream);
+    case kFloat16: return launch_head_dim<kFloat16>(head_dim, parameters, processors, flags, stream);
+    case kFloat8E4M3: return launch_head_dim<kFloat8E4M3>(head_dim, parameters, processors, flags, stream);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -1,4 +1,4 @@
-// The two tensor-core products of encode_sketch.cu, and the shared memory they work in.
+// What the two encode_sketch kernels share, and the tensor-core products of the one for large head dims, with the shared memory they work in.
 #pragma once
 #include <type_traits>
 
@@ -18,6 +18,26 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kBatch = 16;           // pages coded together, one per warp
 constexpr int kChunk = 64;           // pages whose codes are kept in shared memory until all modes are done
 constexpr int kLargestWindow = 1024;  // slots; all of them may complete a page
+
+constexpr uint32_t kUnusedSlot = 0x80000000u;
+
+struct EncodeSketch {
+  const uint8_t* keys;
+  int64_t block_stride, token_stride, head_stride;  // bytes
+  int block_shift;  // log2(pages per block)
+  const int64_t* slot_mapping;
+  int tokens, window;  // window: slots of a CTA
+  const float* mean;
+  const __nv_bfloat16* encode_matrix;
+  const uint8_t* coefficient_bits;
+  const int* coefficient_count;
+  const int16_t* slot_coefficient;
+  const uint8_t* slot_digit;
+  uint8_t* records;
+  int64_t pages;
+  int heads;
+  float key_scale;
+};
 
 // ---- which modes, and which half rows of them, make a part ----
 
@@ -74,17 +94,14 @@ __device__ __forceinline__ const PartTables<Parts>& part_tables() {
 template <ElementType Element, int D>
 struct Plan {
   static constexpr int element_bytes = Element == kFloat8E4M3 ? 1 : 2;
-  static constexpr bool staged = D <= 128;  // keys through shared memory, one batch ahead; encode_matrix in registers
   static constexpr int parts = D <= 256 ? 2 : 4;
   static constexpr int part_modes = modes / parts;
   static constexpr int units = 32 / parts;
   static constexpr int warps_per_unit = kWarps / units;
   static constexpr int tiles = 4 / warps_per_unit;        // of 8 coefficient rows, per warp
-  static constexpr int channels = D % 64 == 0 ? 8 : 4;    // consecutive channels of a token that a lane loads
+  static constexpr int channels = 8;                      // consecutive channels of a token that a lane loads
   static constexpr int passes = D / (8 * channels);
   static constexpr int words = channels * element_bytes / 4;  // of a lane's load
-  static constexpr int row_bytes = D * element_bytes;
-  static constexpr int row_pieces = row_bytes / 16;
   static constexpr int vector_pieces = D / 8;  // 16-byte pieces of a mode of a page, bf16
   static constexpr int part_pieces = part_modes * kBatch * vector_pieces;
 
@@ -93,23 +110,16 @@ struct Plan {
   static constexpr int mean_at = slots_at + slots * 4;
   static constexpr int modes_at = mean_at + D * 4;
   static constexpr int codes_at = modes_at + 2 * part_pieces * 16;
-  static constexpr int keys_at = codes_at + kChunk * slots;
-  static constexpr int shared_bytes = keys_at + (staged ? kBatch * 16 * row_bytes : 0);
+  static constexpr int shared_bytes = codes_at + kChunk * slots;
 
-  static_assert(D % (8 * channels) == 0 && row_bytes % 16 == 0 && mean_at % 16 == 0 && modes_at % 16 == 0 && codes_at % 16 == 0, "");
-  static_assert(16 * row_pieces % 32 == 0, "a warp copies a page in whole steps");
+  static_assert(D % (8 * channels) == 0 && mean_at % 16 == 0 && modes_at % 16 == 0 && codes_at % 16 == 0, "");
   static_assert(shared_bytes <= 227 * 1024, "");
 };
 
-// Bank swizzles, in 16-byte pieces. Keys: lanes of a quad read tokens 2 q apart. Modes: written by 8 modes at a time, read by 8 pages.
-template <class P>
-__device__ __forceinline__ int key_piece(int token, int piece) {
-  return token * P::row_pieces + (P::row_pieces % 8 == 0 ? piece ^ (token & 6) : piece);
-}
+// Bank swizzle, in 16-byte pieces: written by 8 modes at a time, read by 8 pages.
 template <class P>
 __device__ __forceinline__ int vector_piece(int mode_index, int page, int piece) {
-  const int swizzled = P::vector_pieces % 8 == 0 ? piece ^ ((page & 1) << 2) ^ (mode_index & 1) : piece;
-  return (mode_index * kBatch + page) * P::vector_pieces + swizzled;
+  return (mode_index * kBatch + page) * P::vector_pieces + (piece ^ ((page & 1) << 2) ^ (mode_index & 1));
 }
 
 // ---- first product: modes of a page ----
@@ -139,11 +149,9 @@ __device__ __forceinline__ void load_words(uint32_t (&words)[P::words], const ui
   if constexpr (P::words == 4) {
     const uint4 v = *reinterpret_cast<const uint4*>(from);
     words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-  } else if constexpr (P::words == 2) {
+  } else {
     const uint2 v = *reinterpret_cast<const uint2*>(from);
     words[0] = v.x, words[1] = v.y;
-  } else {
-    words[0] = *reinterpret_cast<const uint32_t*>(from);
   }
 }
 
@@ -186,10 +194,8 @@ __device__ __forceinline__ void transform_page(uint4* vectors, const uint32_t (&
     };
     column(std::integral_constant<int, 0>{}), column(std::integral_constant<int, 1>{});
     column(std::integral_constant<int, 2>{}), column(std::integral_constant<int, 3>{});
-    if constexpr (P::channels == 8) {
-      column(std::integral_constant<int, 4>{}), column(std::integral_constant<int, 5>{});
-      column(std::integral_constant<int, 6>{}), column(std::integral_constant<int, 7>{});
-    }
+    column(std::integral_constant<int, 4>{}), column(std::integral_constant<int, 5>{});
+    column(std::integral_constant<int, 6>{}), column(std::integral_constant<int, 7>{});
     if (has_mean && row == 0) {  // mode 0; the mean comes times 4, its own mode 0
 #pragma unroll
       for (int c = 0; c < 2; ++c)
@@ -227,8 +233,7 @@ __device__ __forceinline__ void multiply_modes(float (&sum)[P::tiles][4], const 
                                                Matrix matrix) {
   const int row = lane >> 2, quad = lane & 3;
   constexpr int steps = P::vector_pieces / 4;
-  constexpr int unrolled = P::staged ? steps : 2;  // registers that hold encode_matrix need compile-time indices
-#pragma unroll unrolled
+#pragma unroll 2
   for (int step = 0; step < steps; ++step) {
     const int first = vector_piece<P>(mode_index, row, step * 4 + quad), second = vector_piece<P>(mode_index, row + 8, step * 4 + quad);
     uint4 b[P::tiles];
