@@ -271,6 +271,6 @@ def test_operators_have_fake_implementations() -> None:
     run(case, "cuda", scratch, out)
     arguments = (
         case.inputs["records"], case.inputs["block_table"], case.inputs["seq_lens"], scratch.sketch_weights, out["forced"], out["scores"],
-        out["partials"], case.group, case.block_size, case.sink_pages, case.window_pages, 0,
+        out["partials"], case.group, case.block_size, case.sink_pages, case.window_pages, 0, 0,
     )
     torch.library.opcheck(score_sketch, arguments, test_utils=("test_schema", "test_faketensor"))
