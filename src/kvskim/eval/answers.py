@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from kvskim.eval.methods import FULL, Calibrations, Method, PromptPolicies, Sett
 from kvskim.eval.model import EvalModel
 from kvskim.eval.policy import CACHE_ELEMENT_BYTES, Policy
 from kvskim.eval.sample import PromptFormat, Question, Sample
+from kvskim.eval.together import goes_together, greedy_together
 from kvskim.layout import PAGE_TOKENS, ceil_div
 
 ALL_PAGES = "all"
@@ -52,6 +53,12 @@ class Scored:
         return {**{k: v for k, v in row.items() if k != "answer"}, **row["answer"]}
 
 
+def scored_of(row: Mapping[str, Any]) -> Scored:
+    """The inverse of `Scored.as_dict`."""
+    answer = Answer(**{field.name: row[field.name] for field in fields(Answer)})
+    return Scored(**{field.name: row[field.name] for field in fields(Scored) if field.name != "answer"}, answer=answer)
+
+
 class Answerer(Protocol):
     """Anything that answers the questions of a sample."""
 
@@ -71,16 +78,17 @@ class ModelAnswerer:
         calibrations: parameters of selectors.
         sparse_from: ``answer``: the whole prompt is read with full attention, as engines do, and its last token is the first that is decoded sparsely;
             ``question``: only the context is, and the question is decoded sparsely too: what a policy keeps can't depend on the question.
+        limit: most tokens of an answer where a question allows more; 0: as the question says.
     """
 
     def __init__(
         self, model: EvalModel, prompts: PromptFormat, methods: Sequence[Method], settings: Sequence[Setting], calibrations: Calibrations,
-        sparse_from: str = "answer",
+        sparse_from: str = "answer", limit: int = 0,
     ) -> None:
         if sparse_from not in STARTS:
             raise KvskimError(f"--sparse-from is {sparse_from!r}; it must be answer or question")
         self.model, self.prompts, self.methods, self.settings, self.calibrations = model, prompts, methods, settings, calibrations
-        self.sparse_from = sparse_from
+        self.sparse_from, self.limit = sparse_from, limit
         self.stop = stop_tokens(model)
 
     def answers(self, sample: Sample) -> Iterator[tuple[int, Question, int, Answer]]:
@@ -94,33 +102,47 @@ class ModelAnswerer:
         model.reserve(len(before) + room)
         model.prefill(torch.tensor(before), query_stride=max(8, len(before) // 4096))
         self.calibrations.new_prompt()
-        captured, observed = model.captured, model.observed
+        captured, places, observed = model.captured, model.captured_positions, model.observed
         for index, (question, (_, tail)) in enumerate(zip(sample.questions, split)):
             prompt = torch.tensor(before + tail)
-            model.captured, model.observed = {layer: list(parts) for layer, parts in captured.items()}, dict(observed)
+            model.captured, model.captured_positions = {layer: list(parts) for layer, parts in captured.items()}, list(places)
+            model.observed = dict(observed)
             model.extend(prompt, len(before), len(prompt) - 1)
             if self.sparse_from == "question":
                 # What policies look at ends with the context.
-                model.captured, model.observed = captured, observed
+                model.captured, model.captured_positions, model.observed = captured, places, observed
             for answer in self._of_question(question, prompt, len(before)):
                 yield index, question, len(prompt), answer
 
     def _of_question(self, question: Question, prompt: torch.Tensor, context: int) -> Iterator[Answer]:
         model = self.model
         prefix = len(prompt) - 1 if self.sparse_from == "answer" else context
-        full = greedy(model, prompt, None, question.limit, self.stop)
+        limit = min(question.limit, self.limit or question.limit)
+
+        def settled(tokens: list[int]) -> bool:
+            return question.settled(self._text(tokens))
+
+        full = greedy(model, prompt, None, limit, self.stop, settled=settled)
         drafts = [full]
         if any(method.name == FULL for method in self.methods):
             pages = float(ceil_div(len(prompt), PAGE_TOKENS))
             size = 2 * PAGE_TOKENS * model.head_dim * CACHE_ELEMENT_BYTES
             yield Answer(FULL, ALL_PAGES, self._text(full), pages, 1.0, pages * size)
+        together: list[tuple[Method, Setting, Policy]] = []
         for method, setting, policy in PromptPolicies(model, prefix, self.calibrations).each(self.methods, self.settings):
+            if goes_together(policy):
+                together.append((method, setting, policy))
+                continue
             if prefix < len(prompt) - 1:
                 model.decode(prompt, prefix, len(prompt) - 1, policy)
-            tokens = greedy(model, prompt, policy, question.limit, self.stop, drafts)
+            tokens = greedy(model, prompt, policy, limit, self.stop, drafts, settled)
             if tokens not in drafts:
                 drafts.append(tokens)
             yield self._answer(method, setting, policy, tokens)
+        if together:
+            answers = greedy_together(model, prompt, prefix, [policy for _, _, policy in together], limit, self.stop, settled)
+            for (method, setting, policy), tokens in zip(together, answers):
+                yield self._answer(method, setting, policy, tokens)
 
     def _answer(self, method: Method, setting: Setting, policy: Policy, tokens: list[int]) -> Answer:
         statistics = policy.statistics
@@ -147,14 +169,24 @@ def score_samples(samples: Iterable[Sample], answerer: Answerer, log: Log = prin
     for sample in samples:
         key = (sample.task, sample.context_tokens)
         number = numbers[key] = numbers.get(key, -1) + 1
-        rows = [
-            Scored(sample.task, sample.context_tokens, number, index, tokens, question.score(answer.text), answer)
-            for index, question, tokens, answer in answerer.answers(sample)
-        ]
+        rows = score_sample(sample, number, answerer)
         out += rows
-        shown = ", ".join(f"{method} {setting} {100 * mean:.0f}" for (method, setting), mean in _means(rows).items())
-        log(f"{sample.task} {sample.context_tokens or rows[0].prompt_tokens} tokens, sample {number}: {shown}")
+        log(progress(rows))
     return out
+
+
+def score_sample(sample: Sample, number: int, answerer: Answerer) -> list[Scored]:
+    """Every answer to every question of a sample, which is the ``number``-th of its task and length."""
+    return [
+        Scored(sample.task, sample.context_tokens, number, index, tokens, question.score(answer.text), answer)
+        for index, question, tokens, answer in answerer.answers(sample)
+    ]
+
+
+def progress(rows: list[Scored]) -> str:
+    """One line about the answers to a sample."""
+    shown = ", ".join(f"{method} {setting} {100 * mean:.0f}" for (method, setting), mean in _means(rows).items())
+    return f"{rows[0].task} {rows[0].context_tokens or rows[0].prompt_tokens} tokens, sample {rows[0].sample}: {shown}"
 
 
 def _means(rows: list[Scored]) -> dict[tuple[str, str], float]:

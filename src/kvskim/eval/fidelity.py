@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from kvskim.errors import KvskimError
 from kvskim.eval.answers import ALL_PAGES
 from kvskim.eval.generation import first_divergence, greedy
 from kvskim.eval.methods import FULL, Calibrations, Method, PromptPolicies, Setting
-from kvskim.eval.model import EvalModel
+from kvskim.eval.model import EvalModel, load_named
 from kvskim.eval.plots import Point, plot_over_bytes
 from kvskim.eval.policy import Policy, PolicyStatistics
 from kvskim.eval.probe import EveryPage, Probe
@@ -73,11 +73,17 @@ def divergence_of(full: Tensor, sparse: Tensor) -> tuple[list[float], list[float
     return kl.tolist(), (full.argmax(-1) == sparse.argmax(-1)).float().tolist()
 
 
+Results = dict[tuple[str, str], Measured]
+"""By method and setting."""
+
+
 def measure_window(
-    model: EvalModel, ids: Sequence[int], decoded: int, methods: Sequence[Method], settings: Sequence[Setting], calibrations: Calibrations,
-    results: dict[tuple[str, str], Measured],
-) -> None:
-    """Prefill a window but its last ``decoded`` tokens, decode those under every policy, and add what is found to ``results``."""
+    model: EvalModel, ids: Sequence[int], decoded: int, methods: Sequence[Method], settings: Sequence[Setting], calibrations: Calibrations
+) -> Results:
+    """Prefill a window but its last ``decoded`` tokens and decode those under every policy."""
+    results: Results = {}
+    if calibrations.needs_text(methods):
+        calibrations.read_text(methods)
     sequence = torch.tensor(ids)
     prefix, stop = len(ids) - decoded, len(ids)
     model.reserve(stop)
@@ -104,6 +110,27 @@ def measure_window(
         policy.restart()
         policy.statistics = PolicyStatistics()
         found.divergence.append(first_divergence(model, prompt, policy, reference))
+    return results
+
+
+def joined(parts: Sequence[Results]) -> Results:
+    """The results of several windows as one."""
+    out: Results = {}
+    for part in parts:
+        for key, found in part.items():
+            whole = out.setdefault(key, Measured())
+            for name, values in vars(found).items():
+                getattr(whole, name).extend(values)
+    return out
+
+
+def worker(
+    device: str, model: str, dtype: str, decoded: int, methods: Sequence[Method], settings: Sequence[Setting], calibration: str, fitted: Any
+) -> Callable[[tuple[str, int, Sequence[int]]], Results]:
+    """The ``make`` of a worker process (`kvskim.eval.workers.Setup`), whose jobs are windows: name of the text, number, token ids."""
+    loaded = load_named(model, device, dtype)
+    calibrations = Calibrations(loaded, calibration, fitted)
+    return lambda job: measure_window(loaded, job[2], decoded, methods, settings, calibrations)
 
 
 def _policies(
@@ -117,7 +144,7 @@ def _policies(
 
 def run_fidelity(
     model: EvalModel, windows: Mapping[str, Sequence[Sequence[int]]], decoded: int, methods: Sequence[Method], settings: Sequence[Setting],
-    calibrations: Calibrations, log: Callable[[str], None] = print,
+    calibrations: Calibrations, log: Callable[[str], None] = print, spread: Callable[..., Iterable[tuple[Any, Results]]] | None = None,
 ) -> dict[str, Any]:
     """Measurements of all methods and settings over all windows, as one JSON-able dict.
 
@@ -125,25 +152,38 @@ def run_fidelity(
         model: a loaded model.
         windows: token ids by name of the text, see `text_windows`.
         decoded: tokens at the end of each window that are decoded.
+        spread: gives the results of jobs of worker processes (`worker`); None: all windows are measured here.
 
     Returns:
         ``rows``: see `summary`; beside them the shape of the run.
     """
     start = time.perf_counter()
-    if calibrations.needs_text(methods):
-        calibrations.read_text(methods)
-    results: dict[tuple[str, str], Measured] = {}
-    for name, found in windows.items():
-        for number, ids in enumerate(found):
-            measure_window(model, ids, decoded, methods, settings, calibrations, results)
-            done = ", ".join(f"{method} {setting} {sum(m.kl[-1]) / decoded:.4f}" for (method, setting), m in results.items())
-            log(f"{name} {number}: KL {done}")
+    jobs = [(name, number, ids) for name, found in windows.items() for number, ids in enumerate(found)]
+    measured = spread(jobs) if spread else ((job, measure_window(model, job[2], decoded, methods, settings, calibrations)) for job in jobs)
+    parts: dict[tuple[str, int], Results] = {}
+    for (name, number, _), part in measured:
+        parts[name, number] = part
+        done = ", ".join(f"{method} {setting} {sum(m.kl[-1]) / decoded:.4f}" for (method, setting), m in part.items())
+        log(f"{name} {number}: KL {done}")
+    results = joined([parts[name, number] for name, number, _ in jobs])
     heads = len(model.sparse_layers) * model.num_kv_heads
     return dict(
         texts={name: len(found) for name, found in windows.items()}, tokens=len(next(iter(windows.values()))[0]), decoded=decoded,
         rows=[summary(method, setting, found, model.sparse_layers, heads) for (method, setting), found in results.items()],
+        by_text=by_text(parts),
         seconds=round(time.perf_counter() - start, 1),
     )
+
+
+def by_text(parts: Mapping[tuple[str, int], Results]) -> dict[str, list[dict[str, Any]]]:
+    """For each text: mean KL divergence with its interval, and pages, of every method and setting."""
+    out: dict[str, list[dict[str, Any]]] = {}
+    for name in dict.fromkeys(name for name, _ in parts):
+        found = joined([part for (text, _), part in sorted(parts.items()) if text == name])
+        out[name] = [
+            dict(method=method, setting=setting, kl=mean_interval(m.kl).as_dict(), pages=sum(m.pages) / len(m.pages)) for (method, setting), m in found.items()
+        ]
+    return out
 
 
 def summary(method: str, setting: str, found: Measured, layers: Sequence[int], heads: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ thrown away (Leviathan et al. 2023, arXiv 2211.17192, with greedy acceptance). T
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -36,8 +36,14 @@ def draft(answer: Sequence[int], drafts: Sequence[Sequence[int]], count: int) ->
     return []
 
 
+def never(answer: list[int]) -> bool:
+    """No answer is settled."""
+    return False
+
+
 def greedy(
-    model: EvalModel, prompt: Tensor, policy: Policy | None, limit: int, stop: Collection[int] = (), drafts: Sequence[Sequence[int]] = ()
+    model: EvalModel, prompt: Tensor, policy: Policy | None, limit: int, stop: Collection[int] = (), drafts: Sequence[Sequence[int]] = (),
+    settled: Callable[[list[int]], bool] = never,
 ) -> list[int]:
     """The greedy answer to a prompt whose tokens but the last are in the store.
 
@@ -48,6 +54,7 @@ def greedy(
         limit: most tokens of the answer.
         stop: tokens that end the answer; they are not part of it.
         drafts: answers that this one may resemble. They change the time, not the result; a stateful policy does not use them.
+        settled: told the answer so far after every token; true ends it.
 
     Returns:
         token ids.
@@ -66,6 +73,8 @@ def greedy(
             if token in stop:
                 return answer
             answer.append(token)
+            if settled(answer):
+                return answer
             position += 1
             sequence[position] = token
             if len(answer) == limit or i == len(proposed) or proposed[i] != token:

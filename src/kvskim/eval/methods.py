@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from kvskim.eval.policy import Policy, SelectorPolicy
 from kvskim.eval.texts import other_text, prose
 from kvskim.layout import PAGE_TOKENS
 from kvskim.rules import RuleParameters
+from kvskim.rules.parameters import DEFAULT_WINDOW_PAGES
 from kvskim.selectors import SELECTORS, get_selector
 
 FULL = "full"
@@ -22,7 +23,7 @@ FULL = "full"
 CALIBRATION_TOKENS = 4096
 OTHER_TEXT_SHRINK = 0.5
 """As in `kvskim calibrate`: a basis for other text is drawn to the common one more than a basis for the prompt itself."""
-LEAST_BUDGET = 3
+LEAST_BUDGET = 1 + DEFAULT_WINDOW_PAGES + 1
 """Pages: sink, window and one more."""
 
 
@@ -141,17 +142,18 @@ class Calibrations:
     Args:
         source: ``text``: fitted once, on built-in prose and code that the evaluation does not use otherwise; ``prompt``: fitted on every prompt;
             else the path of a file of ``kvskim calibrate``.
+        fitted: what `fitted_on_text` of another process gave, in the place of fitting on the built-in text here.
 
     Raises:
         CalibrationError: the file can't be read or is another model's.
     """
 
-    def __init__(self, model: EvalModel, source: str = "text") -> None:
+    def __init__(self, model: EvalModel, source: str = "text", fitted: Mapping[tuple[int, bool], dict[int, LayerCalibration]] | None = None) -> None:
         self.model, self.source = model, source
-        self._fits: dict[tuple[int, bool], dict[int, LayerCalibration]] = {}
+        self._fits: dict[tuple[int, bool], dict[int, LayerCalibration]] = dict(fitted or {})
         self._tables: dict[str, dict[int, Any]] = {}
         self._file: Calibration | None = None
-        self._text_ready = False
+        self._text_ready = fitted is not None
         if source not in ("text", "prompt"):
             self._file = load_calibration(Path(source).expanduser())
             config = model.config
@@ -184,6 +186,12 @@ class Calibrations:
             if method.name in SELECTORS:
                 self._fit(get_selector(method.name, **dict(method.options)), len(ids), OTHER_TEXT_SHRINK)
         self._text_ready = True
+
+    def fitted_on_text(self, methods: Sequence[Method]) -> dict[tuple[int, bool], dict[int, LayerCalibration]] | None:
+        """All that `read_text` fits for ``methods``, for other processes; None with another source, or where nothing needs it."""
+        if self.needs_text(methods):
+            self.read_text(methods)
+        return dict(self._fits) if self._text_ready else None
 
     def tables(self, method: Method, tokens: int) -> dict[int, Any]:
         """Parameters of the selector of ``method`` for a prompt of ``tokens`` tokens in the store."""

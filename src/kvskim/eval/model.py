@@ -7,14 +7,17 @@ choosing its own pages, so that an evaluation costs seconds instead of minutes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvskim.demo.model import correct_end_token, demo_model_file, quiet_transformers, reading_model, usable_device
 from kvskim.errors import KvskimError
 from kvskim.eval.policy import Policy, token_mask
+from kvskim.eval.together import Together
 from kvskim.layout import PAGE_TOKENS
 
 ATTENTION_NAME = "kvskim-eval"
@@ -50,9 +53,12 @@ class EvalModel:
         self.values: list[Tensor] = []
         self.position = 0
         self.chooser: Policy | None = None
+        self.together: Together | None = None
+        """Set while a token of several policies goes through the layers."""
         self.prefilling = False
         self.query_positions: Tensor | None = None
         self.captured: dict[int, list[Tensor]] = {}
+        self.captured_positions: list[Tensor] = []
         self.observed: dict[int, Tensor] = {}
         """Last queries of the prompt by sparse layer, ``[Hq, n, D]``, multiplied by the softmax scale; ``n`` is at most `OBSERVED_QUERIES`."""
         self.scaling = 0.0
@@ -74,7 +80,7 @@ class EvalModel:
         shape = (self.num_kv_heads, tokens, self.head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.num_layers)]
         self.values = [torch.zeros_like(k) for k in self.keys]
-        self.captured, self.observed = {}, {}
+        self.captured, self.captured_positions, self.observed = {}, [], {}
 
     @torch.no_grad()
     def forward(self, ids: Tensor, position: int, logits: int = 0) -> Tensor | None:
@@ -82,15 +88,23 @@ class EvalModel:
         self.position = position
         positions = torch.arange(position, position + len(ids), device=self.device)[None]
         hidden = self.model.model(input_ids=ids[None].to(self.device), position_ids=positions, use_cache=False).last_hidden_state[0]
-        if not logits:
-            return None
-        out: Tensor = self.model.lm_head(hidden[-logits:]).float()
+        return self._logits(hidden[-logits:]) if logits else None
+
+    @torch.no_grad()
+    def forward_rows(self, ids: Tensor, position: int) -> Tensor:
+        """Run one token of each row of `together`, ``ids [R]``, all at ``position``; float32 logits ``[R, vocabulary]``."""
+        self.position = position
+        positions = torch.full((len(ids), 1), position, device=self.device)
+        return self._logits(self.model.model(input_ids=ids[:, None].to(self.device), position_ids=positions, use_cache=False).last_hidden_state[:, 0])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.model.lm_head(hidden).float()
         cap = getattr(self.config, "final_logit_softcapping", None)
         return out if not cap else cap * torch.tanh(out / cap)
 
     def prefill(self, ids: Tensor, chunk: int = 1024, query_stride: int = 8, progress: Callable[[int], None] | None = None) -> None:
         """Fill the store with full attention and keep every ``query_stride``-th query for calibration."""
-        self.captured, self.observed = {i: [] for i in self.sparse_layers}, {}
+        self.captured, self.captured_positions, self.observed = {i: [] for i in self.sparse_layers}, [], {}
         self.extend(ids, 0, len(ids), chunk, query_stride, progress)
 
     def extend(
@@ -99,6 +113,7 @@ class EvalModel:
         """Go on with a prefill: the tokens ``ids[start:stop]``, with full attention, after ``start`` tokens in the store."""
         self.chooser, self.prefilling = None, True
         self.query_positions = torch.arange(start, stop, query_stride, device=self.device)
+        self.captured_positions.append(self.query_positions)
         for first in range(start, stop, chunk):
             last = min(first + chunk, stop)
             self.forward(ids[first:last], first)
@@ -109,6 +124,10 @@ class EvalModel:
     def calibration_queries(self, layer: int) -> Tensor:
         """Captured queries ``[Hq, n, D]``, multiplied by the softmax scale."""
         return torch.cat(self.captured[layer], 1) * self.scaling
+
+    def calibration_positions(self) -> Tensor:
+        """Positions ``[n]`` of the captured queries."""
+        return torch.cat(self.captured_positions)
 
     def decode(self, ids: Tensor, start: int, stop: int, chooser: Policy | None) -> Tensor:
         """Teacher-forced logits of the tokens ``ids[start:stop]``, float32 ``[stop - start, vocabulary]``."""
@@ -144,11 +163,13 @@ def _attention(
     host = module.kvskim_eval
     layer: int = module.layer_idx  # type: ignore[assignment]
     assert isinstance(host, EvalModel)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    host.scaling, host.softcap = scale, softcap or 0.0
+    if host.together is not None:
+        return host.together.attend(layer, query, key, value, scale, host.softcap), None
     q, k, v = query[0], key[0], value[0]
     count, start = q.shape[1], host.position
     stop = start + count
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    host.scaling, host.softcap = scale, softcap or 0.0
     host.keys[layer][:, start:stop] = k
     host.values[layer][:, start:stop] = v
     if host.query_positions is not None and layer in host.captured:
@@ -174,10 +195,13 @@ def _attention(
         attended = (mask[:, None] & token_mask(chosen, stop)).transpose(0, 1)[:, None]  # [H, 1, N, L]
         keys, values = host.chooser.read_keys(layer, keys), host.chooser.read_values(layer, values)
     grouped = q.unflatten(0, (-1, group))
-    if softcap:
-        logits = torch.einsum("hgnd,hld->hgnl", grouped, keys) * scale
-        logits = (softcap * torch.tanh(logits / softcap)).masked_fill(~attended, -torch.inf)
-        out = torch.einsum("hgnl,hld->hgnd", logits.softmax(-1), values)
+    if softcap or count <= PAGE_TOKENS:
+        # Also for few queries: a fused kernel has one program for each head then, and a GPU has a hundred times as many processors.
+        logits = (torch.einsum("hgnd,hld->hgnl", grouped, keys) * scale).float()
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        weights = logits.masked_fill(~attended, -torch.inf).softmax(-1).to(values.dtype)
+        out = torch.einsum("hgnl,hld->hgnd", weights, values)
     else:
         out = F.scaled_dot_product_attention(
             grouped, keys[:, None].expand(-1, group, -1, -1), values[:, None].expand(-1, group, -1, -1), attn_mask=attended, scale=scale
@@ -194,6 +218,30 @@ def register_attention() -> None:
     AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_named(source: str, device: str = "cpu", dtype: str = "float32") -> EvalModel:
+    """The model that a command names: a Hugging Face directory, a .gguf file, or ``demo``, on ``cpu``, ``cuda`` or one of several GPUs.
+
+    Raises:
+        KvskimError: there is no such model, device or dtype, or the files hold none.
+    """
+    if dtype not in DTYPES:
+        raise KvskimError(f"--dtype is {dtype!r}; it must be float32, bfloat16 or float16")
+    place = usable_device(device)
+    if place.index is not None:
+        # Also what a library allocates without being asked where belongs on this GPU.
+        torch.cuda.set_device(place)
+    path = demo_model_file() if source == "demo" else Path(source)
+    if not path.exists():
+        raise KvskimError(f"there is no model at {source}: give a Hugging Face model directory, a .gguf file, or 'demo'")
+    with reading_model(source), quiet_transformers():
+        if path.is_file():
+            return load(str(path.parent), device, DTYPES[dtype], gguf_file=path.name)
+        return load(str(path), device, DTYPES[dtype])
+
+
 def load(model_path: str, device: str = "cpu", dtype: torch.dtype = torch.float32, gguf_file: str | None = None) -> EvalModel:
     """Load a Hugging Face model directory (or a GGUF file in it) for evaluation."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -202,5 +250,7 @@ def load(model_path: str, device: str = "cpu", dtype: torch.dtype = torch.float3
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     tokenizer = AutoTokenizer.from_pretrained(model_path, **extra)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=ATTENTION_NAME, **extra)
+    if extra:
+        correct_end_token(tokenizer, model.config)
     placed: Any = model
     return EvalModel(placed.to(device).eval(), tokenizer)

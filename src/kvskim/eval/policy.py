@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvskim.layout import PAGE_TOKENS, ceil_div
 from kvskim.rules import RuleParameters, apply_rule, combine
+from kvskim.rules.parameters import DEFAULT_WINDOW_PAGES
 from kvskim.selectors.base import Selector
 
 if TYPE_CHECKING:
@@ -134,8 +135,8 @@ class SelectorPolicy(Policy):
     """Choice by a selector and a rule. Records of the prefix are made once; records of pages that decoding completes, from the run's own keys."""
 
     def __init__(
-        self, selector: Selector, tables: dict[int, Any], parameters: RuleParameters, sink_pages: int = 1, window_pages: int = 1,
-        measure: bool = True,
+        self, selector: Selector, tables: dict[int, Any], parameters: RuleParameters, sink_pages: int = 1,
+        window_pages: int = DEFAULT_WINDOW_PAGES, measure: bool = True,
     ) -> None:
         super().__init__(measure)
         self.selector, self.tables, self.parameters = selector, tables, parameters
@@ -179,9 +180,9 @@ class SelectorPolicy(Policy):
         total = ceil_div(keys.shape[1], PAGE_TOKENS)
         complete = position // PAGE_TOKENS  # pages before the one that the block lies in
         forced = torch.zeros(total, dtype=torch.bool, device=keys.device)
-        forced[: self.sink_pages] = True
-        forced[total - self.window_pages :] = True
-        first, last = self.sink_pages, total - self.window_pages
+        first, last = self.sink_pages, max(0, total - self.window_pages)
+        forced[:first] = True
+        forced[last:] = True
         selected = forced.expand(queries.shape[0], queries.shape[1], -1).clone()
         if last > first:
             records = self.records(layer, keys, complete)[first:last]

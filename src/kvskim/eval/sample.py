@@ -8,7 +8,7 @@ from typing import Any
 
 from kvskim.demo.text import tokenize
 from kvskim.errors import KvskimError
-from kvskim.eval.text_metrics import Metric
+from kvskim.eval.text_metrics import NEVER_FALLING, Metric
 
 CHAT_MODES = ("auto", "on", "off")
 _MARK = "\u241fquestion\u241f"
@@ -28,6 +28,10 @@ class Question:
     def score(self, prediction: str) -> float:
         """From 0 to 1."""
         return float(self.metric(prediction, self.references))
+
+    def settled(self, prediction: str) -> bool:
+        """Whether no continuation of ``prediction`` can change its score."""
+        return self.metric in NEVER_FALLING and self.score(prediction) >= 1.0
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,21 +72,44 @@ def numbers(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     ]
 
 
+def cells_of(rows: Sequence[Mapping[str, Any]]) -> list[Cell]:
+    """The inverse of `numbers`."""
+    return [
+        Cell(**{**row, "score": Interval(**row["score"]), "difference": None if row["difference"] is None else Interval(**row["difference"])})
+        for row in rows
+    ]
+
+
 def markdown(cells: Sequence[Cell]) -> str:
     """Two tables: mean score by method and setting with its interval, and the score of every task."""
+    means = means_markdown(cells)
+    return means + ("\n" if means else "") + tasks_markdown(cells)
+
+
+def means_markdown(cells: Sequence[Cell]) -> str:
+    """Mean score with its interval, methods by settings; nothing where there is only full attention."""
     settings = list(dict.fromkeys(c.setting for c in cells if c.method != FULL))
     methods = list(dict.fromkeys(c.method for c in cells))
     found = {(c.method, c.setting): c for c in cells}
-    out = ["| method | " + " | ".join(settings) + " |", "|---|" + "---|" * len(settings)] if settings else []
+    if not settings:
+        return ""
+    out = ["| method | " + " | ".join(settings) + " |", "|---|" + "---|" * len(settings)]
     for method in methods:
-        if method == FULL and settings:
+        if method == FULL:
             cell = found[FULL, ALL_PAGES]
             out.append(f"| {FULL} | " + " | ".join([cell.score.text(scale=100)] * len(settings)) + " |")
-        elif settings:
+        else:
             out.append(f"| {method} | " + " | ".join(_text(found.get((method, setting))) for setting in settings) + " |")
+    return "\n".join(out) + "\n"
+
+
+def tasks_markdown(cells: Sequence[Cell]) -> str:
+    """One row for each cell: the score of every task, the mean, its difference to full attention, and what was read."""
     tasks = list(dict.fromkeys(task for c in cells for task in c.tasks))
-    head = "| method | setting | " + " | ".join(tasks) + " | mean | difference to full | pages | share | KiB per step |"
-    out += [*([""] if out else []), head, "|---|---|" + "---|" * (len(tasks) + 5)]
+    out = [
+        "| method | setting | " + " | ".join(tasks) + " | mean | difference to full | pages | share | KiB per step |",
+        "|---|---|" + "---|" * (len(tasks) + 5),
+    ]
     for c in cells:
         values = " | ".join(f"{100 * c.tasks[task]:.1f}" if task in c.tasks else "" for task in tasks)
         difference = "" if c.difference is None or c.method == FULL else c.difference.text(scale=100)

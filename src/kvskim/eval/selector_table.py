@@ -186,13 +186,15 @@ def recall_gap(run: TableRun, candidates: Iterable[Candidate]) -> dict[str, floa
                 exact = page_log_mass(queries, keys, causal)
                 pages = exact.shape[2]
                 mass = exact.softmax(2)
-                records = policy.records(layer, keys, position // PAGE_TOKENS)[1 : pages - 1]
+                first, last = policy.sink_pages, pages - policy.window_pages
+                records = policy.records(layer, keys, position // PAGE_TOKENS)[first:last]
                 scores = selector.score(queries, records, tables[layer])
-                forced = exact[:, :, [0, pages - 1]].logsumexp(2)
+                forced = torch.cat([exact[:, :, :first], exact[:, :, last:]], 2).logsumexp(2)
                 key, estimate, share = combine(scores, torch.zeros_like(forced), forced, "softmax")
                 for i, b in enumerate(RECALL_BUDGETS):
-                    chosen = apply_rule(RuleParameters(rule="budget", budget_pages=b, min_pages=0), key, estimate, share, pages, 1, 1)
-                    covered = (mass[:, :, 1:-1] * chosen[..., None]).sum(2) + mass[:, :, 0] + mass[:, :, -1]
+                    rule = RuleParameters(rule="budget", budget_pages=b, min_pages=0)
+                    chosen = apply_rule(rule, key, estimate, share, pages, policy.sink_pages, policy.window_pages)
+                    covered = (mass[:, :, first:last] * chosen[..., None]).sum(2) + mass[:, :, :first].sum(2) + mass[:, :, last:].sum(2)
                     total[i] += float(covered.mean()) * queries.shape[0]
                 count += queries.shape[0]
         recall[candidate.name] = total / count

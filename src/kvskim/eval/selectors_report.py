@@ -14,6 +14,7 @@ import torch
 from kvskim.eval import texts
 from kvskim.eval.model import EvalModel
 from kvskim.eval.selector_table import TableRun, fidelity, known_candidates, recall_gap, retrieval
+from kvskim.rules.parameters import DEFAULT_WINDOW_PAGES
 
 NEEDLE_TOKENS = 6144
 NOTHING = "-"
@@ -124,6 +125,6 @@ def write(result: dict[str, Any], json_path: Path | None, markdown_path: Path | 
         head = (
             f"# Selectors on a real model\n\nMade by `{command}` on {date}: {result['device']}, torch {result['torch']}, {result['layers']} layers, "
             f"{result['kv_heads']} kv heads, head dim {result['head_dim']}. Every selector is calibrated on the prompt itself; every sparse layer selects "
-            "for every decoded token; sink and window are one page each. Raw numbers: the JSON file beside this page.\n\n"
+            f"for every decoded token; the first page and the last {DEFAULT_WINDOW_PAGES} are always attended. Raw numbers: the JSON file beside this page.\n\n"
         )
         markdown_path.write_text(head + markdown(result))

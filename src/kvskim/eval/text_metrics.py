@@ -28,6 +28,10 @@ def string_match_part(prediction: str, references: Sequence[str]) -> float:
     return float(any(reference.lower() in text for reference in references))
 
 
+NEVER_FALLING: frozenset[Metric] = frozenset({string_match_all, string_match_part})
+"""Metrics of an answer that cannot fall when the answer goes on: it may end as soon as it scores 1."""
+
+
 def normal_form(text: str) -> str:
     """Lower case, no punctuation, no English articles, single spaces."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)

@@ -39,12 +39,13 @@ def redundancy(keys: Tensor, threshold: float) -> Tensor:
     """
     unit = F.normalize(keys.float(), dim=-1)
     tokens = keys.shape[1]
-    column = torch.arange(tokens, device=keys.device)
+    # 32 bits: on a GPU this function takes as long as it takes to move these matrices.
+    column = torch.arange(tokens, device=keys.device, dtype=torch.int32)
     total = torch.zeros(keys.shape[:2], device=keys.device)
     for first in range(0, tokens, ROW_CHUNK):
-        rows = column[first : first + ROW_CHUNK]
+        rows = slice(first, first + ROW_CHUNK)
         like = torch.einsum("hid,hjd->hij", unit[:, rows], unit)
-        itself = rows[:, None] == column
+        itself = column[rows, None] == column
         latest = torch.where((like > threshold) | itself, column, -1).amax(-1, keepdim=True)
         like.masked_fill_((column == latest) | itself, 0.0)
         total += like.sum(1)

@@ -18,8 +18,6 @@ from kvskim.rotary import Rotary
 if TYPE_CHECKING:
     from kvskim.eval.model import EvalModel
 
-QUERY_STRIDE = 8
-"""`EvalModel.calibration_queries` are those of every eighth token."""
 OFFSETS = tuple(2**power for power in range(17))
 """Future distances over which a score is averaged: 1, 2, 4, ... 65536 tokens."""
 
@@ -65,7 +63,7 @@ class TriAttention(Evictor):
     """Keeps the last ``interval`` tokens and the highest scores of the others. The scores of a query head are brought to mean 0 and deviation 1
     over the tokens it still has; a kv head takes the largest of its group.
 
-    Where it deviates: the mean query comes from the prompt itself, every eighth token (the paper's from other text, once per model); the
+    Where it deviates: the mean query comes from the prompt itself, about every eighth token (the paper's from other text, once per model); the
     cache is cut every ``interval`` tokens within the budget (the paper's every 128); a prompt longer than the budget is cut when decoding
     starts, where the released code may protect prompts. Models whose rotary embedding is not known here are refused.
     """
@@ -74,8 +72,7 @@ class TriAttention(Evictor):
 
     def prepare_layer(self, model: EvalModel, layer: int, tokens: int) -> QueryCentre:
         queries = model.calibration_queries(layer)
-        positions = torch.arange(queries.shape[1], device=queries.device) * QUERY_STRIDE
-        return query_centre(queries, positions, layer_rotary(model, layer, self.name), model.num_kv_heads)
+        return query_centre(queries, model.calibration_positions(), layer_rotary(model, layer, self.name), model.num_kv_heads)
 
     def keep(self, layer: int, keys: Tensor, alive: Tensor, count: int) -> Tensor:
         step, recent = keys.shape[1], self.options["interval"]

@@ -37,24 +37,32 @@ class NeedleTask:
         for key in asked:
             for _ in range(self.values):
                 references.append(fresh(random_))
-                facts.append(self._fact(key, references[-1]))
-        facts += [self._fact(key, fresh(random_)) for key in rest[: named - self.queries]]
+                facts.append(self.fact(key, references[-1]))
+        facts += [self.fact(key, fresh(random_)) for key in rest[: named - self.queries]]
         if self.haystack == "needles":
-            background = [self._fact(key, fresh(random_)) for key in rest[named - self.queries :]]
+            background = [self.fact(key, fresh(random_)) for key in rest[named - self.queries :]]
         else:
             background = haystack.noise(units) if self.haystack == "noise" else haystack.prose_sentences(random_, units)
         separator = "\n" if self.haystack != "prose" else " "
         body = separator.join(haystack.hidden(random_, background, facts))
+        return Sample("", self.introduced(body), (self.ask(asked, references),), context_tokens)
+
+    def fact(self, key: str, value: str) -> str:
+        """The sentence that tells the value of a key."""
+        return f"The secret {self.value} of {key} is {value}."
+
+    def introduced(self, body: str) -> str:
+        """The context: what the text is about, and the text."""
+        return f"The text below mentions secret {self.value}s. Read it with care and keep them in mind: you will be asked about them.\n\n{body}\n\n"
+
+    def ask(self, keys: list[str], references: list[str]) -> Question:
+        """The question for all values of ``keys``, which are ``references``."""
         kind = f"{self.value}s" if len(references) > 1 else self.value
-        names = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])} and {asked[-1]}"
-        context = f"The text below mentions secret {self.value}s. Read it with care and keep them in mind: you will be asked about them.\n\n{body}\n\n"
+        names = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])} and {keys[-1]}"
         verb = "are" if len(references) > 1 else "is"
         text = f"Which secret {kind} of {names} does the text mention? Give {'all of them' if len(references) > 1 else 'it'}."
         prefix = f"The secret {kind} of {names} mentioned in the text {verb}"
-        return Sample("", context, (Question(text, tuple(references), string_match_all, ANSWER_TOKENS, prefix),), context_tokens)
-
-    def _fact(self, key: str, value: str) -> str:
-        return f"The secret {self.value} of {key} is {value}."
+        return Question(text, tuple(references), string_match_all, ANSWER_TOKENS, prefix)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ SHORTEST, LONGEST = 512, 1 << 20
 """Context lengths in tokens that samples can have."""
 FULL_ENOUGH = 0.99
 """Share of a context that a sample fills."""
+FIRST_GUESS = 64
+"""Units of a sample that are tried first."""
 
 
 class Task(Protocol):
@@ -77,21 +79,21 @@ def fitting_units(length: Callable[[int], int], limit: int, guess: int) -> int |
             units = min(max(low + int((high - low) * part), low + 1), high - 1)
 
 
-def make_samples(name: str, context_tokens: int, count: int, prompts: PromptFormat, seed: int = 0) -> Iterator[Sample]:
+def make_samples(name: str, context_tokens: int, count: int, prompts: PromptFormat, seed: int = 0, first: int = 0) -> Iterator[Sample]:
     """Samples of a task that fill a context of ``context_tokens`` tokens, prompt and answer counted, without going beyond it.
 
     Args:
         name: of `TASKS`.
         count: number of samples. Sample ``i`` of a seed is the same for any count.
         prompts: measures in the model's own tokens, its chat template included.
+        first: index of the first sample.
 
     Raises:
         KvskimError: the context is too short for the task, or out of range.
     """
     if not SHORTEST <= context_tokens <= LONGEST:
         raise KvskimError(f"--contexts has {context_tokens}; a context has {SHORTEST} to {LONGEST} tokens")
-    guess = 64
-    for index in range(count):
+    for index in range(first, first + count):
 
         def make(units: int, index: int = index) -> Sample:
             return TASKS[name].make(_random(name, context_tokens, seed, index), units, context_tokens)
@@ -99,11 +101,11 @@ def make_samples(name: str, context_tokens: int, count: int, prompts: PromptForm
         def length(units: int, make: Callable[[int], Sample] = make) -> int:
             return prompts.length(make(units))
 
-        units = fitting_units(length, context_tokens, guess)
+        # Each sample begins with the same guess, so that it does not depend on those before it.
+        units = fitting_units(length, context_tokens, FIRST_GUESS)
         if units is None:
             raise KvskimError(
                 f"the task {name} needs at least {length(1)} tokens with this model, more than the context of {context_tokens}: use a longer one"
             )
-        guess = units
         sample = make(units)
         yield Sample(name, sample.context, sample.questions, context_tokens)

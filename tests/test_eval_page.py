@@ -1,0 +1,143 @@
+"""A page of results: its comparisons have known answers, what a person wrote above it stays, and a wrong file is one sentence."""
+
+import json
+
+import pytest
+
+from kvskim.eval.answers import Answer, Scored
+from kvskim.eval.fidelity import Measured, by_text, joined
+from kvskim.eval.quality_page import MARK, fidelity_section, page, paired, ruler_section, without_answers
+from kvskim.eval.ruler.run import with_tables
+
+ABOUT = dict(command="kvskim eval x", date="day", device="a GPU", torch="2", dtype="float32", layers=3, kv_heads=2, head_dim=64, seconds=12.3)
+
+
+def row(task, sample, method, setting, score, question=0):
+    return Scored(task, 4096, sample, question, 4000, score, Answer(method, setting, "x", 4.0, 0.1, 64.0))
+
+
+def ruler_result():
+    rows = []
+    for task, sketch, rki4 in (("vt", (1.0, 0.0), (0.0, 0.0)), ("cwe", (0.5,), (0.75,))):
+        for sample, (mine, other) in enumerate(zip(sketch, rki4)):
+            rows += [row(task, sample, "full", "all", 1.0), row(task, sample, "sketch", "64 tokens", mine), row(task, sample, "rki4", "64 tokens", other)]
+            rows += [row(task, sample, "sketch", "threshold 0.007", 1.0)]
+    return with_tables({**ABOUT, "tasks": ["vt", "cwe"], "contexts": [4096, 8192], "heads": 2, "answers": [found.as_dict() for found in rows]})
+
+
+def test_differences_are_paired_by_sample_and_every_task_weighs_the_same():
+    rows = [row("vt", 0, "a", "s", 1.0), row("vt", 0, "a", "s", 0.0, question=1), row("vt", 1, "a", "s", 0.0), row("cwe", 0, "a", "s", 1.0)]
+    rows += [row("vt", 0, "b", "s", 0.0), row("vt", 0, "b", "s", 0.0, question=1), row("vt", 1, "b", "s", 0.0), row("cwe", 0, "b", "s", 0.0)]
+    rows += [row("vt", 0, "a", "only here", 1.0)]
+    found = paired(rows, 4096, "a", "b")
+    assert list(found) == ["s"]
+    assert found["s"].mean == pytest.approx(((0.5 + 0.0) / 2 + 1.0) / 2)
+    assert paired(rows, 4096, "b", "a")["s"].mean == -found["s"].mean
+    assert paired(rows, 8192, "a", "b") == {}
+
+
+def test_a_section_of_ruler():
+    text = ruler_section("Tiny", ruler_result(), "sketch", "rki4")
+    assert "## RULER, Tiny\n\n`kvskim eval x`, day: a GPU, torch 2, float32, 3 layers, 2 kv heads, head dim 64; 12 s." in text
+    assert "### Tiny, 4096 tokens\n\n3 samples, 1 to 2 of each task, the same for every method and setting." in text
+    assert "### Tiny, 8192" not in text
+    assert "| sketch | 50.0 [" in text
+    assert "| rki4 | 37.5 [" in text
+    # Task by task: full attention and the default method only.
+    assert "| sketch | 64 tokens | 50.0 | 50.0 | 50.0 |" in text
+    assert "| rki4 | 64 tokens |" not in text
+    assert "sketch minus rki4, in points: 64 tokens 12.5 [" in text
+    assert "minus oracle" not in text
+
+
+def fidelity_result(settings=("64 tokens", "threshold 0.007")):
+    kl = {"oracle": (0.1, 0.2), "near": (0.105, 0.2), "far": (0.05, 0.3)}
+    parts = {
+        (text, number): {
+            (method, setting): Measured(kl=[[kl[method][position] * (1 + 0.5 * (2 * number - 1))] * 4], pages=[3.0 + number])
+            for method in kl for setting in settings
+        }
+        for position, text in enumerate(("prose", "code")) for number in (1, 0)
+    }
+    return {**ABOUT, "texts": {"prose": 2, "code": 2}, "tokens": 512, "decoded": 4, "by_text": by_text(parts), "rows": []}
+
+
+def test_a_section_of_fidelity():
+    text = fidelity_section("Tiny", fidelity_result())
+    assert "windows of 512 tokens (2 of prose, 2 of code), the last 4 decoded" in text
+    assert "| oracle | 0.1000 / 0.2000 | 0.1000 / 0.2000, 3.5 / 3.5 pages |" in text
+    assert "| far | 0.0500 / 0.3000 (0.50 / 1.50) |" in text
+    assert "- 64 tokens: within 1.1 times the oracle on every text: near.\n" in text
+    assert "within" not in fidelity_section("Tiny", without_oracle(fidelity_result()))
+
+
+def without_oracle(result):
+    return {**result, "by_text": {name: [r for r in rows if r["method"] != "oracle"] for name, rows in result["by_text"].items()}}
+
+
+def test_windows_are_joined():
+    first, second = ({("a", "s"): Measured(kl=[[value]], divergence=[3])} for value in (1.0, 2.0))
+    whole = joined([first, second])
+    assert whole["a", "s"].kl == [[1.0], [2.0]]
+    assert whole["a", "s"].divergence == [3, 3]
+    assert first["a", "s"].kl == [[1.0]]
+
+
+def test_what_a_person_wrote_stays():
+    once = page("# Mine\n\nWords.\n", ["## A\n\nx\n"])
+    assert once == f"# Mine\n\nWords.\n\n{MARK}\n\n## A\n\nx\n"
+    assert page(once, ["## B"]) == f"# Mine\n\nWords.\n\n{MARK}\n\n## B\n"
+    assert page("", ["## B"]).startswith("# Quality\n\n")
+
+
+def test_what_is_kept_in_the_repository_has_no_single_answers():
+    kept = without_answers({**ruler_result(), "rows": [{"kl": 1, "missed_by_layer_and_head": {}}]})
+    assert "answers" not in kept
+    assert kept["rows"] == [{"kl": 1}]
+    assert kept["tables"]["4096"]
+
+
+def run(monkeypatch, capsys, *arguments):
+    from kvskim import cli
+
+    monkeypatch.setattr("sys.argv", ["kvskim", "eval", "page", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return stop.value.code, capsys.readouterr()
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    # As a run leaves it that was stopped: answers, and no table yet.
+    stopped = {key: value for key, value in ruler_result().items() if key not in ("tables", "counts")}
+    (tmp_path / "r.json").write_text(json.dumps(stopped), encoding="utf-8")
+    (tmp_path / "f.json").write_text(json.dumps(fidelity_result()), encoding="utf-8")
+    (tmp_path / "q.md").write_text(f"# Mine\n\n{MARK}\n\nformer words", encoding="utf-8")
+    code, shown = run(
+        monkeypatch, capsys, "--ruler", f"Tiny={tmp_path / 'r.json'}", "--fidelity", f"Tiny={tmp_path / 'f.json'}", "--markdown", str(tmp_path / "q.md"),
+        "--json", str(tmp_path / "q.json"), "--plot", str(tmp_path / "q.png"),
+    )
+    assert code == 0
+    text = (tmp_path / "q.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# Mine\n\n{MARK}\n\n## Fidelity, Tiny\n")
+    assert "sketch minus rki4, in points: 64 tokens 12.5" in text
+    assert "former words" not in text
+    assert "## RULER, Tiny" in shown.out
+    kept = json.loads((tmp_path / "q.json").read_text(encoding="utf-8"))
+    assert list(kept["ruler"]["Tiny"]["tables"]) == ["4096"]
+    assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([], "there is nothing to put on a page"), (["--fidelity", "a=b", "--plot", "x.png"], "--plot draws a result of --ruler"),
+    (["--ruler", "file.json"], "--ruler is 'file.json'; it must be NAME=FILE"), (["--ruler", "a=/nowhere/x"], "--ruler /nowhere/x can't be read ("),
+    (["--ruler", "a=other"], "--ruler other is no result of `kvskim eval ruler --json`"), (["--fidelity", "a=broken"], "--fidelity broken can't be read ("),
+    (["--ruler", "a=b", "--markdown", "/nowhere/x.md"], "--markdown /nowhere/x.md: the folder"),
+])
+def test_a_wrong_option_is_one_sentence(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").write_text("{}", encoding="utf-8")
+    (tmp_path / "broken").write_text("{", encoding="utf-8")
+    code, shown = run(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert words in shown.err
+    assert shown.err.strip().count("\n") == 0
