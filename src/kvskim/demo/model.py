@@ -112,6 +112,20 @@ def reading_model(source: object) -> Iterator[None]:
         ) from error
 
 
+def correct_end_token(tokenizer: Any, config: Any) -> None:
+    """Make the tokenizer's end-of-text token the one of the model's configuration, which is the file's own.
+
+    Some versions of transformers, 5.17 among them, give the tokenizer of a Llama's GGUF file the token that begins a text for both ends
+    (``GGUFLlamaConverter``).
+
+    tokenizer: changed in place. config: of the model; one that names no end-of-text token changes nothing.
+    """
+    end = config.get_text_config(decoder=True).eos_token_id
+    end = end[0] if isinstance(end, (list, tuple)) and end else end
+    if isinstance(end, int) and end != tokenizer.eos_token_id:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+
+
 def load_model(source: str | None = None, dtype: torch.dtype | None = None, device: str = "cpu") -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer with stock (sdpa) attention.
 
@@ -144,5 +158,7 @@ def load_model(source: str | None = None, dtype: torch.dtype | None = None, devi
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=dtype or "auto", attn_implementation="sdpa", local_files_only=True, **arguments
         )
+    if arguments:
+        correct_end_token(tokenizer, model.config)
     model.to(place)
     return model.eval(), tokenizer
