@@ -15,7 +15,7 @@ import torch
 
 from kvskim.bench import problem
 from kvskim.bench.kernels import BUDGET, SHAPE_1M, SHAPE_8X128K, SHAPE_16K, SHAPE_128K, THRESHOLD
-from kvskim.bench.problem import Cache, Records
+from kvskim.bench.problem import Cache
 from kvskim.bench.timing import time_graph
 from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.attend import attend
@@ -32,10 +32,7 @@ class Step:
         self.shape, self.rule = shape, rule
         selector = problem.selector_by_name("sketch")
         self.cache = Cache(shape)
-        records = Records(selector, shape, most_sets=len(self.cache.block_tables), smallest_bytes=0)
-        self.pool = records.pool
-        if self.pool.shape[0] < self.cache.keys.shape[0]:
-            self.pool = torch.cat([self.pool, self.pool[: self.cache.keys.shape[0] - self.pool.shape[0]]])
+        self.pool = problem.record_pool(selector, shape, self.cache.pages)
         self.query, self.lengths = problem.query(shape), problem.seq_lens(shape)
         self.ready, self.out = torch.ones(1, dtype=torch.int32, device="cuda"), torch.empty_like(self.query)
         tables = problem.tables_of(selector, shape)

@@ -36,6 +36,10 @@ def odd(batch, key, emit):
 def figures(job, side):
     if job["kind"] == "ttft":
         return {"ttft_ms": 100.0 if side == "dense" else 101.0, "runs_ms": []}
+    if job["kind"] == "profile":
+        kernel = {"group": "linear layers", "us": 9000.0 if side == "dense" else 3000.0, "launches": 4.0}
+        idle = {"gaps_us": 500.0, "waits_us": 100.0}
+        return {"steps": 16, "step_us": kernel["us"] + 600, "busy_us": kernel["us"], "groups": [kernel], "kernels": [{**kernel, "name": "nvjet"}], **idle}
     if job["kind"] == "load":
         return dict.fromkeys(("itl_p50_ms", "itl_p99_ms", "ttft_p50_ms", "ttft_p99_ms", "total_tokens_s", "most_decoding"), 1.0) | {
             "output_tokens_s": 100.0 if side == "dense" else 250.0

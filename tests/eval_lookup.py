@@ -71,8 +71,14 @@ class LookupModel(nn.Module):
 
     def model(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool) -> Any:
         self.fed.append(input_ids[0].tolist())
+        q, k, v = (torch.cat(parts) for parts in zip(*map(self.projected, input_ids.tolist())))
+        out, _ = _attention(self, q, k, v, scaling=1.0)
+        return SimpleNamespace(last_hidden_state=out.mean(2))
+
+    def projected(self, tokens: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Query ``[1, 2, n, D]``, key and value ``[1, 1, n, D]`` of tokens."""
         keys, queries, values = [], [], []
-        for token in input_ids[0].tolist():
+        for token in tokens:
             word = self.tokenizer.words[token]
             key, colon, value = word.partition(":")
             pair = colon and value
@@ -80,9 +86,7 @@ class LookupModel(nn.Module):
             values.append(_vector(value.strip()) if pair else _vector("<end>") if token == BEGIN else torch.zeros(DIM))
             queries.append(SHARPNESS * (_vector(key) if colon and not pair else _vector("<end>")))
         k, v = torch.stack(keys)[None, None], torch.stack(values)[None, None]
-        q = torch.stack(queries)[None, None].expand(-1, 2, -1, -1)
-        out, _ = _attention(self, q, k, v, scaling=1.0)
-        return SimpleNamespace(last_hidden_state=out.mean(2))
+        return torch.stack(queries)[None, None].expand(-1, 2, -1, -1), k, v
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         known = self.table.shape[0]

@@ -21,6 +21,15 @@ RANK = 24
 """Directions in which the latent rows of a test vary strongly: real latents are far from isotropic."""
 
 
+class LatentBatch(Batch):
+    """A batch whose values stay the first channels of its keys, in the same memory, on whatever device it is moved to."""
+
+    def to(self, device: str) -> Batch:
+        moved = super().to(device)
+        moved.value_cache = moved.key_cache[..., : self.value_cache.shape[3]]
+        return LatentBatch(**moved.__dict__)
+
+
 def latent_basis(latent: int, rotary: int) -> Tensor:
     """Mixing of the channels, ``[latent + rotary, latent + rotary]``, with a falling spectrum; the rotary part is apart."""
     generator = torch.Generator().manual_seed(99)
@@ -86,7 +95,7 @@ def make_latent_batch(
     tables: Any = chosen.tables(1, dim, fitted)
     pages = cache.reshape(-1, PAGE_TOKENS, 1, dim).transpose(1, 2)
     records = chosen.encode(pages, tables).contiguous()
-    return Batch(chosen, tables, query, cache, cache[..., :latent], records, table, torch.tensor(lengths, dtype=torch.int32), scale)
+    return LatentBatch(chosen, tables, query, cache, cache[..., :latent], records, table, torch.tensor(lengths, dtype=torch.int32), scale)
 
 
 def run_latent_step(

@@ -1,4 +1,4 @@
-"""Rules that hold for the whole tree: who reads the environment, who imports vLLM, and that every known kind of fault is answered for."""
+"""Rules that hold for the whole tree: who reads the environment, who imports vLLM, an answer to every known kind of fault, and groups of tests."""
 
 from __future__ import annotations
 
@@ -134,3 +134,10 @@ def test_every_test_that_is_named_after_a_fault_is_in_its_row() -> None:
     numbered = {name: fault_of(name) for name in names_of_tests()}
     assert sum(number is not None for number in numbered.values()) > 20
     assert sorted(name for name, number in numbered.items() if number is not None and name not in rows.get(number, ([], ""))[0]) == []
+
+
+@pytest.mark.xdist_group("one")
+def test_groups_of_tests_are_kept_on_one_worker(request: pytest.FixtureRequest) -> None:
+    """xdist marks a grouped test in its name; a pytest that it does not know leaves the mark out, and every worker then makes what a group shares."""
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@one")

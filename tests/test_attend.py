@@ -44,7 +44,7 @@ def test_equals_the_definition(kernels: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_several_splits_are_merged(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvskim.ops.attend._multiprocessors", lambda device: 8)
+    monkeypatch.setattr("kvskim.ops.attend.multiprocessor_count", lambda device: 8)
     case = make_case([700, 0, 40], heads=1, group=2, dtype=torch.float32, select="identity")
     columns = case.inputs["block_table"].shape[1]
     assert attend_plan(3, 1, columns * 2, 8).splits > 4

@@ -52,6 +52,9 @@ class Toy:
     def calibration_queries(self, layer: int) -> Tensor:
         return self.queries
 
+    def calibration_positions(self) -> Tensor:
+        return 8 * torch.arange(self.queries.shape[1])
+
 
 def plain_keys(tokens: int = PROMPT, seed: int = 0) -> Tensor:
     """Unremarkable keys: small, in the channels from 4 on."""

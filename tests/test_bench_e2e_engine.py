@@ -28,11 +28,15 @@ class Engine:
         self.steps, self.prefill, self.now = list(steps), list(prefill), 100.0
         self.calls: list[Any] = []
         self.calibrated_after = calibrated_after
+        self.recorded: dict[str, Any] = {"step_us": 5.0}
         cache = SimpleNamespace(num_gpu_blocks=blocks, block_size=16)
         model = SimpleNamespace(max_model_len=1 << 17)
         self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache, model_config=model))
 
-    def collective_rpc(self, method: str) -> list[str]:
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[str]:
+        if method.startswith("kvskim_bench_profile"):
+            self.calls.append((method, args))
+            return [json.dumps(self.recorded if method.endswith("result") else {})]
         assert method == "kvskim_bench_activity"
         return [json.dumps({"calibrated": len(self.calls) >= self.calibrated_after, "attended": 5})]
 
@@ -105,6 +109,18 @@ def test_a_case_that_does_not_fit_is_not_started() -> None:
         assert usable
         assert bool(engine.calls) is fits
         assert ("needs 128 blocks of KV cache" in error) is not fits
+
+
+def test_a_profile_records_the_steps_of_the_same_requests() -> None:
+    engine = Engine([4.0])
+    job = Job("profile", 3, 16384)
+    assert bench(engine).run(job) == {"step_us": 5.0}
+    before, (ids, parameters), after = engine.calls
+    assert (before, after) == (("kvskim_bench_profile", (3,)), ("kvskim_bench_profile_result", ()))
+    assert (len(ids), len(ids[0]) + parameters.max_tokens) == (3, 16384)
+    assert parameters.extra_args["kv_transfer_params"]["filled_tokens"] >= len(ids[0])
+    engine.recorded = {"error": "nothing was seen"}
+    assert bench(engine).attempt(job) == (None, "nothing was seen", True)
 
 
 def test_errors_of_the_engine_end_its_use() -> None:
@@ -186,6 +202,39 @@ def run_load(job: Job, monkeypatch: pytest.MonkeyPatch, suffix: str = "") -> tup
 
     monkeypatch.setattr(e2e_load.time, "sleep", sleep)
     return engine, drive(engine, job, submit, clock=lambda: engine.now), added
+
+
+@pytest.mark.parametrize(("filled", "prefill", "warm_context", "given"), [(True, 64, 20000, 19936), (True, -1, 8192, 0), (False, -1, 8192, None)])
+def test_a_load_is_measured_after_a_small_one(
+    filled: bool, prefill: int, warm_context: int, given: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("vllm.sampling_params")
+    module.RequestOutputKind = SimpleNamespace(DELTA="new tokens only")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", module)
+    llm, loaded = Engine([]), LoadEngine()
+    asked: list[tuple[str, tuple[int, ...], Any]] = []
+
+    def add_request(name: str, prompt: dict[str, list[int]], parameters: Any) -> None:
+        asked.append((name, tuple(prompt["prompt_token_ids"]), parameters))
+        loaded.add(name, parameters.max_tokens)
+
+    llm.llm_engine.add_request, llm.llm_engine.step = add_request, loaded.step
+    job = Job("load", 16, 20000, 20, prefill, 5, 9)
+    figures = bench(llm, filled=filled).load(job)
+    warm = [entry for entry in asked if entry[0].startswith("warm-up")]
+    measured = asked[len(warm) :]
+    assert {entry[0][:7] for entry in measured} == {"measure"}
+    assert (len(warm), len(measured)) == (8, 20)
+    assert {len(entry[1]) for entry in warm} == {warm_context}
+    assert all(4 <= entry[2].max_tokens <= 9 for entry in warm)
+    assert {len(entry[1]) for entry in measured} == {20000}
+    assert len({entry[1][:16] for entry in asked}) == 28
+    assert figures["output_tokens"] == sum(entry[2].max_tokens for entry in measured)
+    # Long prompts are filled in but for what is computed; all of it where there is nothing to fill with.
+    for entry in asked:
+        extra = entry[2].extra_args
+        assert (extra and extra["kv_transfer_params"]["filled_tokens"]) == given
+        assert entry[2].output_kind == "new tokens only"
 
 
 @pytest.mark.parametrize("suffix", ["", "-1a2b"])

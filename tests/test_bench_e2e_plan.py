@@ -10,7 +10,7 @@ import pytest
 from kvskim.bench import e2e_plan as plan
 from kvskim.bench.e2e_plan import Job
 from kvskim.bench.geometries import GEOMETRIES, LONGEST, write_geometry
-from kvskim.bench.page_slots import page_ends
+from kvskim.bench.page_slots import page_ends, token_slots
 from kvskim.errors import KvskimError
 
 
@@ -44,6 +44,13 @@ def test_requests_of_a_batch_have_time_to_run_together() -> None:
         # At worst one request starts in each step.
         assert first > batch
         assert second - first == plan.EXTRA_STEPS
+
+
+def test_profiles_are_of_the_decode_cases() -> None:
+    assert plan.profile_jobs(plan.decode_jobs("1x16K,4x128K", None, None)) == [Job("profile", 1, 16384), Job("profile", 4, 131072)]
+    assert plan.profile_jobs([Job("decode", 4, 131072)])[0].tokens == 131072
+    with pytest.raises(KvskimError, match="--profile looks at decode cases, and there are none"):
+        plan.profile_jobs([])
 
 
 def load(**options: object) -> Job:
@@ -85,6 +92,9 @@ def test_one_engine_serves_all_jobs() -> None:
     assert filled["load_format"] == "dummy"
     assert filled["enable_prefix_caching"] is False
     assert "num_gpu_blocks_override" not in filled
+    assert "tensor_parallel_size" not in filled
+    split = plan.engine_arguments(jobs, real=False, memory=0.8, blocks=None, tensor_parallel=2)
+    assert split == {**filled, "tensor_parallel_size": 2}
     real = plan.engine_arguments(jobs[:1], real=True, memory=0.8, blocks=77)
     assert real["max_model_len"] == 131072
     assert real["num_gpu_blocks_override"] == 77
@@ -94,17 +104,28 @@ def test_one_engine_serves_all_jobs() -> None:
 
 def test_models_are_found(tmp_path: Path) -> None:
     for name in GEOMETRIES:
-        assert plan.find_model(name, real=False) == plan.Model(name, None, LONGEST)
+        assert plan.find_model(name, real=False) == plan.Model(name, None, LONGEST, name == "deepseek-v2-lite", heads=16 if "lite" in name else 32)
     folder = write_geometry("qwen3-8b", tmp_path)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({"text_config": {**settings, "max_position_embeddings": 40960}}))
     found = plan.find_model(str(folder), real=True)
-    assert (found.name, found.folder, found.positions) == ("qwen3-8b", folder.resolve(), 40960)
+    assert (found.name, found.folder, found.positions, found.latent) == ("qwen3-8b", folder.resolve(), 40960, False)
     plan.check_positions(found, [Job("decode", 1, 40960)])
     with pytest.raises(KvskimError, match="1 x 64K needs 65536 positions, and qwen3-8b has 40960"):
         plan.check_positions(found, [Job("decode", 1, 16384), Job("decode", 1, 65536)])
     with pytest.raises(KvskimError, match="nothing to measure"):
         plan.check_positions(found, [])
+    assert plan.find_model(str(write_geometry("deepseek-v2-lite", tmp_path)), real=True).latent is True
+
+
+@pytest.mark.parametrize(("heads", "gpus", "fits"), [(9, 1, True), (9, 2, False), (9, 3, True), (32, 8, True), (None, 7, True)])
+def test_a_model_is_split_as_its_heads_allow(heads: int | None, gpus: int, fits: bool) -> None:
+    model = plan.Model("m", None, LONGEST, heads=heads)
+    if fits:
+        plan.check_tensor_parallel(model, gpus)
+    else:
+        with pytest.raises(KvskimError, match="--tensor-parallel is 2; m has 9 query heads"):
+            plan.check_tensor_parallel(model, gpus)
 
 
 @pytest.mark.parametrize(("name", "real", "words"), [
@@ -126,6 +147,12 @@ def test_transformers_knows_the_geometries(name: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(write_geometry(name, tmp_path)), local_files_only=True)
+    if name == "deepseek-v2-lite":
+        assert (config.model_type, config.num_hidden_layers, config.num_attention_heads) == ("deepseek_v2", 27, 16)
+        assert (config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank) == (512, 64, 128, 128, None)
+        assert (config.n_routed_experts, config.num_experts_per_tok, config.first_k_dense_replace) == (64, 6, 1)
+        assert config.rope_parameters == {"rope_theta": 10000.0, "rope_type": "default"}
+        return
     heads, layers, groups = {"glm4-9b-1m": (4, 40, 8), "llama3.1-8b": (8, 32, 4), "qwen3-8b": (8, 36, 4)}[name]
     assert (config.num_key_value_heads, config.num_hidden_layers, config.head_dim) == (heads, layers, 128)
     assert config.num_attention_heads == heads * groups
@@ -144,3 +171,8 @@ def test_every_default_case_is_valid() -> None:
 ])
 def test_page_ends(blocks: list[int], size: int, tokens: int, expected: list[int]) -> None:
     assert page_ends(blocks, size, tokens) == expected
+
+
+def test_token_slots() -> None:
+    assert token_slots([3, 1], 16, 18) == [*range(48, 64), 16, 17]
+    assert token_slots([3], 16, 0) == []

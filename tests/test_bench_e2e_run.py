@@ -116,6 +116,35 @@ def test_sides_measured_apart_are_put_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("machine")
+def test_profiles_come_last_and_stand_beside_the_times(tmp_path: Path) -> None:
+    path, text = tmp_path / "r.json", tmp_path / "r.md"
+    result = bench("--cases", "1x16K", "--ttft", "32K", "--profile", "--json", str(path), "--markdown", str(text))
+    assert result.exit_code == 0, result.output
+    content = json.loads(path.read_text())
+    for found in content["runs"]:
+        assert [entry["job"]["kind"] for entry in found["jobs"]] == ["decode", "ttft", "profile"]
+    [row] = [row for row in content["rows"] if row["job"]["kind"] == "profile"]
+    assert row["kvskim"]["kernels"] == [{"name": "nvjet", "group": "linear layers", "us": 3000.0, "launches": 4.0}]
+    for shown in (text.read_text(), result.output):
+        assert "Where a step's time goes: llama3.1-8b, 1 x 16K, sketch, budget: 128 pages" in shown
+    assert "| measured without the profiler minus that | 400.0 |  | 400.0 |  |" in text.read_text()
+    assert "| dense | linear layers | nvjet | 9000.0 | 4.0 |" in text.read_text()
+    assert "--profile looks at decode cases" in str(bench("--ttft", "32K", "--profile").exception)
+
+
+@pytest.mark.usefixtures("machine")
+def test_times_on_several_gpus_stand_beside_each_other_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    assert bench("--cases", "1x16K", "--side", "dense", "--json", str(one)).exit_code == 0
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    result = bench("--cases", "1x16K", "--tensor-parallel", "2", "--merge", str(one), "--json", str(two))
+    assert result.exit_code == 0, result.output
+    found = json.loads(two.read_text())
+    assert {(row["model"], row["speedup"]) for row in found["rows"]} == {("llama3.1-8b", None), ("llama3.1-8b on 2 GPUs", 2.5)}
+    assert [run["arguments"].get("tensor_parallel_size") for run in found["runs"]] == [None, 2, 2]
+
+
+@pytest.mark.usefixtures("machine")
 def test_quick_and_default_cases(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     assert bench("--quick", "--json", str(path)).exit_code == 0
@@ -129,10 +158,11 @@ def test_quick_and_default_cases(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(("words", "said"), [
     (("no-such-model",), "neither a geometry"), (("--cases", "one"), "--cases has 'one'"), (("--side", "left"), "--side is 'left'"),
-    (("--quick", "--cases", "1x16K"), "--quick has its own cases"), (("--variant", "mem-v"), "variant 'mem-v' is not there yet"),
+    (("--quick", "--cases", "1x16K"), "--quick has its own cases"), (("--variant", "mem-kv"), "variant 'mem-kv' is not there yet"),
     (("--variant", "cold"), "variant='cold'"), (("--selector", "oracle"), "selector 'oracle'"), (("--budget-pages", "2"), "budget_pages=2"),
     (("--rule", "budget"), "needs a budget"), (("--json", "/no/such/folder/r.json"), "does not exist"), (("--merge", "/no/such.json"), "there is no such file"),
-    (("--config", "{\"tau\": 2}"), "tau=2"),
+    (("--config", "{\"tau\": 2}"), "tau=2"), (("--tensor-parallel", "3"), "--tensor-parallel is 3; llama3.1-8b has 32 query heads"),
+    (("--tensor-parallel", "16"), "--tensor-parallel is 16, and torch sees"),
 ])
 def test_what_can_be_known_before_is_refused_before(words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e2e_run, "run", lambda *_: pytest.fail("work was started"))
@@ -140,6 +170,19 @@ def test_what_can_be_known_before_is_refused_before(words: tuple[str, ...], said
     assert result.exit_code != 0
     assert said in str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+@pytest.mark.usefixtures("machine")
+def test_latent_attention_is_refused_where_the_engine_would_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[e2e_run.Request] = []
+    monkeypatch.setattr(e2e_run, "run", lambda request, *_: asked.append(request) or [])
+    for release, refused in (("0.24.0", False), ("0.26.0", True)):
+        monkeypatch.setattr(cli_bench_e2e, "version", lambda _, release=release: release)
+        result = bench("deepseek-v2-lite", "--cases", "1x16K")
+        assert ("with vLLM 0.24 only, and this is vLLM 0.26.0" in str(result.exception)) is refused
+        assert bench("deepseek-v2-lite", "--cases", "1x16K", "--side", "dense").exception is None
+        assert bench("llama3.1-8b", "--cases", "1x16K").exception is None
+    assert [request.model.latent for request in asked] == [True, True, False, True, False]
 
 
 @pytest.mark.usefixtures("machine")
@@ -202,9 +245,20 @@ def test_the_calibration_goes_to_kvskim_only_and_lies_at_the_same_place_each_tim
     prepared, dense, sparse = specs[:3]
     assert prepared["calibration"] == sparse["settings"]["calibration"]
     assert dense["settings"] is None
+    assert (dense["latent"], sparse["latent"]) == (False, False)
     assert dense["llm"] == sparse["llm"]
     assert Path(dense["llm"]["model"], "config.json").is_file()
     assert specs[3:] == specs[:3]
+
+
+def test_the_engines_are_told_of_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: list[dict[str, Any]] = []
+    monkeypatch.setattr(e2e_run, "follow", lambda spec, *_: specs.append(dict(spec)) or iter(()))
+    settings = SkimConfig(rule="budget", budget_pages=128).model_dump(mode="json")
+    asked = e2e_run.Request(Model("deepseek-v2-lite", None, LONGEST, latent=True), (Job("decode", 1, 16384),), SIDES, settings)
+    e2e_run.run(asked, lambda *_: None)
+    assert [spec.get("latent") for spec in specs] == [None, True, True]
+    assert json.loads(Path(specs[1]["llm"]["model"], "config.json").read_text())["kv_lora_rank"] == 512
 
 
 def test_what_the_engines_print_goes_to_the_log(tmp_path: Path) -> None:
@@ -247,6 +301,21 @@ def test_all_is_e2e_and_kernels(cases: str, kernels_pass: bool, code: int, monke
     assert called == [(("auto", tmp_path / "kernels.json", tmp_path / "kernels.md"), False)]
     assert {"e2e.json", "e2e.md"} <= {path.name for path in tmp_path.iterdir()}
     assert (tmp_path / "e2e.png").exists() is (cases == "1x16K")
+
+
+@pytest.mark.parametrize(("gpu", "said"), [(True, ["vllm is not installed here"]), (False, ["vllm is not installed here", "torch sees none"])])
+def test_all_goes_on_where_one_of_them_can_not_run(gpu: bool, said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "vllm" else found(name, *more))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    called: list[Any] = []
+    if gpu:
+        monkeypatch.setattr(cli_bench, "run_kernels", lambda *paths, **_: called.append(paths) or True)
+    result = CliRunner().invoke(cli_bench.app, ["all", "--output", str(tmp_path), "--cases", "1x16K"])
+    assert result.exit_code == 1, result.output
+    assert len(called) == gpu
+    for words in said:
+        assert words in " ".join(result.output.split())
 
 
 def test_all_needs_a_folder(tmp_path: Path) -> None:

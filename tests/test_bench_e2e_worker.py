@@ -18,6 +18,7 @@ from kvskim.bench import e2e_engine, e2e_worker, timing
 from kvskim.bench.e2e_plan import Job
 from kvskim.bench.geometries import write_geometry
 from kvskim.calibration import load_calibration
+from kvskim.config import SkimConfig, configured_by, load_config
 
 JOBS = [Job("decode", 1, 16384), Job("decode", 2, 16384), Job("decode", 3, 16384)]
 
@@ -34,7 +35,7 @@ class FakeLLM:
         config = SimpleNamespace(cache_config=cache, model_config=model, scheduler_config=SimpleNamespace(async_scheduling=True))
         self.llm_engine = SimpleNamespace(vllm_config=config)
 
-    def collective_rpc(self, method: str) -> list[str]:
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[str]:
         return [json.dumps({"kvskim_bench_facts": {"weight_bytes": 7}, "kvskim_bench_activity": {"calibrated": True}}[method])]
 
 
@@ -46,6 +47,8 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     monkeypatch.setattr(FakeLLM, "made", [], raising=False)
     # Restored afterwards: the process writes to it.
     monkeypatch.setenv("KVSKIM_DISABLE", "0")
+    monkeypatch.setenv("KVSKIM_CONFIG", "{}")
+    monkeypatch.delenv("KVSKIM_CONFIG")
     return FakeLLM
 
 
@@ -57,7 +60,7 @@ def events_of(spec: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 
 def spec(side: str, **more: Any) -> dict[str, Any]:
     jobs = [asdict(job) for job in JOBS]
-    return dict(task="measure", side=side, settings={"selector": "mean"}, llm={"model": "m"}, real=False, repetitions=2, jobs=jobs) | more
+    return dict(task="measure", side=side, settings={"selector": "mean"}, llm={"model": "m"}, real=False, repetitions=2, latent=False, jobs=jobs) | more
 
 
 @pytest.mark.parametrize("side", ["dense", "kvskim"])
@@ -76,6 +79,23 @@ def test_each_side_has_its_own_backend(side: str, llm: type[FakeLLM], monkeypatc
     results = [event for event in events if event["event"] == "result"]
     assert [event["job"] for event in results] == [job.key for job in JOBS]
     assert [event["event"] for event in events[-3:]] == ["job", "result", "done"]
+
+
+@pytest.mark.parametrize("side", ["dense", "kvskim"])
+def test_latent_attention_is_configured_where_vllm_looks(side: str, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(e2e_engine.EngineBench, "attempt", lambda *_: ({"x": 1}, "", True))
+    settings = SkimConfig(rule="budget", budget_pages=128).model_dump(mode="json")
+    events_of(spec(side, latent=True, settings=settings), tmp_path)
+    [made] = llm.made
+    if side == "dense":
+        assert made == {"model": "m", "disabled": "1"}
+        assert configured_by() is None
+    else:
+        assert made["attention_backend"] == "FLASH_ATTN_MLA"
+        # Both ways say the same, and saying it twice drops nothing.
+        loaded = load_config(made["additional_config"]["kvskim"])
+        assert (loaded.config, loaded.warnings, configured_by()) == (SkimConfig(**settings), [], "KVSKIM_CONFIG")
+        assert load_config().config == SkimConfig(**settings)
 
 
 def test_processes_need_nothing_of_the_command_line() -> None:

@@ -118,7 +118,7 @@ def test_the_defaults() -> None:
         "min_pages": 8,
         "max_pages": None,
         "sink_pages": 1,
-        "window_pages": 1,
+        "window_pages": 2,
         "full_pages": "auto",
         "combine": "softmax",
         "calibration": "auto",

@@ -254,7 +254,7 @@ def test_a_predecessor_file_is_read_by_path(tmp_path: Path, monkeypatch: pytest.
         ({"score": ["r8"]}, ["score=['r8']"]),
         ({"coverage": 0.9, "budget": 0.1}, ["coverage=0.9", "budget=0.1", "exclude each other"]),
         ({"budget": 0.1, "budget_pages": 9}, ["budget=0.1", "budget_pages=9", "exclude each other"]),
-        ({"budget_pages": 0}, ["budget_pages=0", "must be at least 3"]),
+        ({"budget_pages": 0}, ["budget_pages=0", "must be at least 4"]),
         ({"r8_rank": 4}, ["r8_rank=4", "score is 'not given'"]),
         ({"score": "quad", "r8_rank": 4}, ["r8_rank=4", "score is 'quad'", "r8 or rki4"]),
         ({"score": "rki4", "r8_rank": 5}, ["selector_options.rank=5", "key r8_rank", "2, 4, 6 or 8"]),

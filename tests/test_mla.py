@@ -15,6 +15,7 @@ from kvskim.engines.decode import DecodeSettings, decode_attention
 from kvskim.engines.decode_kernels import kernel_refusal
 from kvskim.layout import PAGE_TOKENS, padded_group
 from kvskim.ops.attend import attend, attending_kernels, shares_rows
+from kvskim.ops.join_query import join_query
 from kvskim.ops.score import scorer
 from kvskim.ops.select import select, selecting_kernels
 from kvskim.reference import ReferenceLayer
@@ -43,7 +44,7 @@ def reference_of(batch: Batch, rule: RuleParameters) -> ReferenceLayer:
     latent = batch.value_cache.shape[3]
     layer = ReferenceLayer(
         batch.selector, batch.tables, num_pages=pages, num_kv_heads=1, head_dim=dim, value_dim=latent, scale=batch.scale, parameters=rule,
-        dtype=batch.key_cache.dtype,
+        window_pages=1, dtype=batch.key_cache.dtype,
     )
     layer.keys.copy_(batch.key_cache.reshape(pages, PAGE_TOKENS, 1, dim))
     layer.values.copy_(batch.value_cache.reshape(pages, PAGE_TOKENS, 1, latent))
@@ -187,6 +188,36 @@ def test_triton_selects_for_wide_groups_as_torch_does(rule: RuleParameters, grou
         assert case.counts.tolist() == expected.counts.tolist()
         assert case.pages.tolist() == expected.pages.tolist()
         torch.testing.assert_close(case.covered, expected.covered, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize(("heads", "latent", "rotary"), [(16, 512, 64), (6, 40, 24)])
+def test_the_parts_of_a_query_are_joined(kernels: str, heads: int, latent: int, rotary: int) -> None:
+    """Strided as in an engine: the latent part by heads, the rotary part behind channels that are not rotated."""
+    pytest.importorskip("triton")
+    check_join("cpu", kernels, heads, latent, rotary)
+
+
+def check_join(device: str, kernels: str, heads: int, latent: int, rotary: int) -> None:
+    for rows in (0, 1, 5):
+        first = torch.randn(heads, rows, latent, dtype=torch.bfloat16, device=device).transpose(0, 1)
+        second = torch.randn(rows, heads, 128 + rotary, dtype=torch.bfloat16, device=device)[..., 128:]
+        room = torch.full((rows * heads * (latent + rotary) + 64,), 7.0, dtype=torch.bfloat16, device=device)
+        out = room[: rows * heads * (latent + rotary)].view(rows, heads, latent + rotary)
+        join_query(first, second, out=out, kernels=kernels)
+        assert torch.equal(out, torch.cat((first, second), -1))
+        assert bool((room[out.numel() :] == 7.0).all())
+
+
+def test_parts_of_a_query_that_do_not_fit_are_refused() -> None:
+    latent, rotary = torch.zeros(2, 4, 8), torch.zeros(2, 4, 3)
+    for first, second, out, message in (
+        (latent, rotary, torch.zeros(2, 4, 12), "do not fit rows of"), (latent, rotary.half(), torch.zeros(2, 4, 11), "must be of one type"),
+        (latent.mT.contiguous().mT, rotary, torch.zeros(2, 4, 11), "must be contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            join_query(first, second, out=out, kernels="torch")
 
 
 def test_cuda_leaves_to_triton_what_it_has_no_kernels_for() -> None:

@@ -10,7 +10,7 @@ from kvskim.errors import KvskimError
 from kvskim.eval.answers import Answer, score_samples
 from kvskim.eval.ruler import TASKS, make_samples, words
 from kvskim.eval.ruler.haystack import hidden
-from kvskim.eval.ruler.run import run_ruler
+from kvskim.eval.ruler.run import in_turn, run_ruler
 from kvskim.eval.ruler.tasks import RULER_TASKS
 from kvskim.eval.sample import PromptFormat, Question, Sample, check_tasks
 from kvskim.eval.text_metrics import string_match_all
@@ -261,19 +261,21 @@ def test_right_and_wrong_answers_get_exactly_their_score(speak, scores):
         assert all(row.score == 1.0 for row in rows if row.answer.method == "full")
 
 
-def test_the_table_has_the_mean_over_tasks_and_the_difference_to_full_attention():
+def test_the_table_has_the_mean_over_tasks_and_the_difference_to_full_attention(monkeypatch):
     def speak(index, question):
         # All of the four values, none of the single one.
         return " ".join(question.references) if len(question.references) == 4 else ""
 
     saved = []
+    monkeypatch.setattr("kvskim.eval.ruler.run.SAVE_SECONDS", -1.0)
     result, page = run_ruler(
-        Scripted(speak), PROMPTS, tasks=["niah_single_1", "niah_multivalue"], contexts=[1024, 2048], samples=3, seeds=[0, 1], heads=10, log=lambda _: None,
-        save=lambda so_far: saved.append((len(so_far["answers"]), {k: list(v[0]["tasks"]) for k, v in so_far["tables"].items()})),
+        in_turn(Scripted(speak), PROMPTS), tasks=["niah_single_1", "niah_multivalue"], contexts=[1024, 2048], samples=3, seeds=[0, 1], heads=10,
+        log=lambda _: None,
+        save=lambda so_far: saved.append((len(so_far["answers"]), "tables" in so_far)),
     )
-    assert saved[0] == (12, {"1024": ["niah_single_1"]})
-    assert saved[2] == (36, {"1024": ["niah_single_1", "niah_multivalue"], "2048": ["niah_single_1"]})
-    assert len(saved) == 4
+    # Answers after every sample, and the tables at the end.
+    assert saved == [(2 * n, False) for n in range(1, 25)] + [(48, True)]
+    assert result["counts"] == {context: {"niah_single_1": 6, "niah_multivalue": 6} for context in ("1024", "2048")}
     assert list(result["tables"]) == ["1024", "2048"]
     full, some = result["tables"]["2048"]
     assert full["score"] == {"mean": 1.0, "low": 1.0, "high": 1.0}

@@ -11,7 +11,7 @@ from kvskim.eval.answers import ModelAnswerer, score_samples, stop_tokens
 from kvskim.eval.methods import Calibrations, parse_methods, settings_of
 from kvskim.eval.policy import Policy
 from kvskim.eval.ruler import make_samples
-from kvskim.eval.ruler.run import plot, run_ruler
+from kvskim.eval.ruler.run import in_turn, plot, run_ruler
 from kvskim.eval.sample import PromptFormat
 from kvskim.layout import PAGE_TOKENS, ceil_div
 
@@ -42,7 +42,7 @@ def edges(monkeypatch):
     monkeypatch.setattr("kvskim.eval.baselines.BASELINES", {"edges": Edges, "one-by-one": OneByOne})
 
 
-def answerer_of(model, methods, rules="budget", budgets=(3,), **more):
+def answerer_of(model, methods, rules="budget", budgets=(4,), **more):
     settings = settings_of(rules, budgets, 0.007, 0.95)
     return ModelAnswerer(model, PromptFormat(model.tokenizer), parse_methods(methods), settings, Calibrations(model, "prompt"), **more)
 
@@ -63,14 +63,14 @@ def test_a_policy_that_drops_the_needle_scores_zero_and_the_oracle_everything(ed
     model = lookup_model()
     answerer = answerer_of(model, "full,oracle,edges,one-by-one", sparse_from=sparse_from)
     result, page = run_ruler(
-        answerer, answerer.prompts, tasks=["kv_recall"], contexts=[512], samples=2, seeds=[0], heads=1, log=lambda _: None
+        in_turn(answerer, answerer.prompts), tasks=["kv_recall"], contexts=[512], samples=2, seeds=[0], heads=1, log=lambda _: None
     )
     scores = {(c["method"], c["setting"]): c["score"]["mean"] for c in result["tables"]["512"]}
     kept = share_at_the_edges(answerer.prompts, make_samples("kv_recall", 512, 2, answerer.prompts))
     assert kept <= 0.25
-    assert scores == {("full", "all"): 1.0, ("oracle", "48 tokens"): 1.0, ("edges", "48 tokens"): kept, ("one-by-one", "48 tokens"): kept}
+    assert scores == {("full", "all"): 1.0, ("oracle", "64 tokens"): 1.0, ("edges", "64 tokens"): kept, ("one-by-one", "64 tokens"): kept}
     cells = {c["method"]: c for c in result["tables"]["512"]}
-    assert cells["oracle"]["pages"] == 3
+    assert cells["oracle"]["pages"] == 4
     assert cells["edges"]["pages"] == 2
     # Pairs are single tokens here, so that the context has about as many pages as it has sixteen pairs.
     assert cells["full"]["share"] == 1.0
@@ -82,7 +82,7 @@ def test_a_policy_that_drops_the_needle_scores_zero_and_the_oracle_everything(ed
 
 def test_the_context_is_prefilled_once_for_all_policies_and_questions(edges):
     model = lookup_model()
-    answerer = answerer_of(model, "full,oracle,mean,edges", budgets=(3, 4))
+    answerer = answerer_of(model, "full,oracle,mean,edges", budgets=(4, 5))
     (sample,) = make_samples("kv_recall", 600, 1, answerer.prompts)
     model.model.fed.clear()
     rows = list(answerer.answers(sample))
@@ -130,7 +130,7 @@ def test_progress_says_the_scores(edges):
     model, lines = lookup_model(), []
     answerer = answerer_of(model, "full,edges")
     score_samples(make_samples("kv_recall", 512, 1, answerer.prompts), answerer, lines.append)
-    assert lines == ["kv_recall 512 tokens, sample 0: full all 100, edges 48 tokens 0"]
+    assert lines == ["kv_recall 512 tokens, sample 0: full all 100, edges 64 tokens 0"]
 
 
 def test_stop_tokens_are_gathered_from_everywhere():
@@ -147,8 +147,8 @@ def test_a_wrong_start_is_one_sentence(edges):
 
 def test_the_plot_is_a_picture(edges, tmp_path):
     model = lookup_model()
-    answerer = answerer_of(model, "full,oracle,edges", budgets=(3, 4))
-    result, _ = run_ruler(answerer, answerer.prompts, tasks=["kv_recall"], contexts=[512], samples=1, seeds=[0], heads=1, log=lambda _: None)
+    answerer = answerer_of(model, "full,oracle,edges", budgets=(4, 5))
+    result, _ = run_ruler(in_turn(answerer, answerer.prompts), tasks=["kv_recall"], contexts=[512], samples=1, seeds=[0], heads=1, log=lambda _: None)
     plot(json.loads(json.dumps(result)), tmp_path / "p.png", "RULER")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(KvskimError, match=r"--plot .* can't be written"):
@@ -160,7 +160,7 @@ def test_the_command(edges, tmp_path, monkeypatch, capsys):
 
     model = lookup_model()
     monkeypatch.setattr("kvskim.cli_eval._load", lambda *arguments: model)
-    arguments = ["ruler", "demo", "--tasks", "kv_recall", "--contexts", "512,600", "--samples", "1", "--selectors", "full,oracle,edges", "--budgets", "48",
+    arguments = ["ruler", "demo", "--tasks", "kv_recall", "--contexts", "512,600", "--samples", "1", "--selectors", "full,oracle,edges", "--budgets", "64",
                  "--rule", "budget", "--calibration", "prompt", "--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
     monkeypatch.setattr("sys.argv", ["kvskim", "eval", *arguments])
     with pytest.raises(SystemExit) as stop:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvskim.layout import PAGE_TOKENS
+from kvskim.ops.score import score
 from kvskim.ops.step import StepSettings, decode_step
 from kvskim.ops.workspace import Workspace, table_capacity
 from kvskim.reference import ReferenceLayer
@@ -45,7 +46,7 @@ def reference_of(batch: Batch, rule: RuleParameters, softcap: float = 0.0) -> Re
     pages = batch.records.shape[0]
     layer = ReferenceLayer(
         batch.selector, batch.tables, num_pages=pages, num_kv_heads=heads, head_dim=dim, scale=batch.scale, softcap=softcap, parameters=rule,
-        dtype=batch.key_cache.dtype,
+        window_pages=1, dtype=batch.key_cache.dtype,
     )
     layer.keys.copy_(batch.key_cache.reshape(pages, PAGE_TOKENS, heads, dim))
     layer.values.copy_(batch.value_cache.reshape(pages, PAGE_TOKENS, heads, dim))
@@ -128,5 +129,30 @@ def test_scorer_says_where_cuda_has_none() -> None:
 
     assert scorer(get_selector("sketch"), "cuda", 128) == "cuda"
     assert scorer(get_selector("sketch", record_bytes=128), "cuda", 128) == "triton"
-    assert scorer(get_selector("rki4"), "cuda", 128) == "triton"
+    assert [scorer(get_selector("rki4"), "cuda", dim) for dim in (64, 96, 128, 256, 576)] == ["cuda", "triton", "cuda", "cuda", "triton"]
+    assert [scorer(get_selector("rki4", rank=rank), "cuda", 128) for rank in (2, 3, 8, 10)] == ["cuda", "triton", "cuda", "triton"]
+    assert [scorer(get_selector("quad", bits=bits), "cuda", 128, 16) for bits in (4, 8)] == ["cuda", "triton"]
+    assert [scorer(get_selector("minmax"), "cuda", 128, 4, dtype) for dtype in (torch.bfloat16, torch.float16)] == ["cuda", "triton"]
+    assert scorer(get_selector("r8"), "cuda", 128, 17) == "triton"
     assert scorer(get_selector("rki4"), "torch", 128) == "torch"
+
+
+def test_page_records_of_an_odd_size_are_scored_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA scorer reads 16 bytes at a time: a cache that does not end at such a border would be read past its end."""
+    used: list[str] = []
+    monkeypatch.setattr("kvskim.ops.cuda.score_pages.score_pages", lambda *_: used.append("cuda"))
+    monkeypatch.setattr("kvskim.ops.triton.score_pages.score_pages", lambda *_, **__: used.append("triton"))
+    monkeypatch.setattr("kvskim.ops.triton.forced.forced_mass", lambda *_, **__: None)
+    batch = make_batch("rki4", [100, 40], heads=1, group=4, dim=128, dtype=torch.bfloat16)
+    rows, columns = (2, 1), 4
+    out = dict(
+        scores=torch.zeros(*rows, batch.page_capacity, columns, dtype=torch.float16), base=torch.zeros(*rows, columns), forced=torch.zeros(*rows, columns),
+        partials=torch.zeros(*rows, 1, columns),
+    )
+    for pages in (8, 9):
+        records = torch.zeros(pages, 1, batch.records.shape[2], dtype=torch.uint8)
+        score(
+            batch.selector, batch.tables, batch.query, batch.key_cache, records, batch.block_table, batch.seq_lens, scale=batch.scale, sink_pages=1,
+            window_pages=1, **out, scratch=None, kernels="cuda",
+        )
+    assert used == ["cuda", "triton"]

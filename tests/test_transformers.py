@@ -447,7 +447,7 @@ def test_decode_attention_equals_the_reference(selector, tokens, softcap):
     )
     reference.write(key.transpose(0, 1), value.transpose(0, 1), torch.arange(tokens))
     expected = reference.decode(query[None], torch.arange(pages)[None], torch.tensor([tokens]))
-    settings = DecodeSettings(chosen, tables, rule, 1, 1, 0.3, softcap)
+    settings = DecodeSettings(chosen, tables, rule, 1, 2, 0.3, softcap)
     complete = tokens // PAGE_TOKENS
     records = chosen.encode(key[:, : complete * PAGE_TOKENS].unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1), tables)
     result = decode_attention(settings, query, key, value, records, exact=True)

@@ -107,7 +107,7 @@ def test_one_page_table_per_layer_and_few_pages():
     last = traces[-1]
     open_tokens = (last.tokens[0] - 1) % 16 + 1
     assert last.dense_bytes == last.tokens[0] * token_bytes
-    assert last.bytes_read == (4 * 16 + open_tokens) * token_bytes + (-(-last.tokens[0] // 16) - 2) * record
+    assert last.bytes_read == (4 * 16 + open_tokens) * token_bytes + (-(-last.tokens[0] // 16) - 3) * record
 
 
 def test_a_step_is_that_of_the_reference_on_latent_rows():
@@ -222,7 +222,7 @@ def test_heads_with_values_narrower_than_keys(budget):
     selector, rule = get_selector("rki4"), RuleParameters(rule="budget", budget_pages=budget, min_pages=0)
     tables = selector.tables(3, 24)
     records = selector.encode(key[:, :192].unflatten(1, (-1, 16)).transpose(0, 1), tables)
-    result = decode_attention(DecodeSettings(selector, tables, rule, 1, 1, 0.2), query, key, value, records)
+    result = decode_attention(DecodeSettings(selector, tables, rule, 1, 2, 0.2), query, key, value, records)
     reference = ReferenceLayer(selector, tables, num_pages=13, num_kv_heads=3, head_dim=24, value_dim=10, scale=0.2, parameters=rule)
     reference.write(key.transpose(0, 1), value.transpose(0, 1), torch.arange(200))
     expected = reference.decode(query[None], torch.arange(13)[None], torch.tensor([200]))

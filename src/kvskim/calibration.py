@@ -225,7 +225,7 @@ def _slot_tables(
     )
 
 
-_SKETCH_TENSORS = ("encode_matrix", "query_matrix", "coefficient_bits", "coefficient_count", "slot_coefficient", "slot_digit")
+SKETCH_TENSORS = ("encode_matrix", "query_matrix", "coefficient_bits", "coefficient_count", "slot_coefficient", "slot_digit")
 
 
 def model_fingerprint(config: dict[str, Any]) -> str:
@@ -243,12 +243,13 @@ class Calibration:
     """Calibrations of the sparse layers of one model.
 
     ``model``: its name, for messages. ``fingerprint``: see `model_fingerprint`; checked when it is used, so that a file of
-    another model is refused.
+    another model is refused. ``first_head``: 0, or in a share of the kv heads (`kvskim.calibration_shares`) the first one that it holds.
     """
 
     model: str
     fingerprint: str
     layers: dict[int, LayerCalibration] = field(default_factory=dict)
+    first_head: int = 0
 
     def layer(self, index: int) -> LayerCalibration:
         if index not in self.layers:
@@ -278,7 +279,7 @@ class Calibration:
         tensors: dict[str, Tensor] = {}
         for index, layer in sorted(self.layers.items()):
             tensors[f"layer.{index}.mean"] = layer.mean.contiguous().clone()
-            for name in _SKETCH_TENSORS:
+            for name in SKETCH_TENSORS:
                 tensors[f"layer.{index}.{name}"] = getattr(layer.sketch, name).contiguous().clone()
             if layer.sketch.rotary is not None:
                 tensors[f"layer.{index}.inverse_frequency"] = layer.sketch.rotary.inverse_frequency.contiguous().clone()
@@ -287,7 +288,7 @@ class Calibration:
         metadata = {
             "format": f"kvskim-calibration-{FORMAT_VERSION}", "model": self.model, "fingerprint": self.fingerprint,
             "record_bytes": str(first.sketch.record_bytes), "page_frame": str(int(first.page_frame)),
-            "interleaved": str(int(bool(rotary and rotary.interleaved))), "hash": _hash(tensors),
+            "interleaved": str(int(bool(rotary and rotary.interleaved))), "first_head": str(self.first_head), "hash": _hash(tensors),
         }
         path = Path(path)
         if not path.parent.is_dir():
@@ -341,7 +342,7 @@ def _from_tensors(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Calib
         if page_frame:
             rotary = Rotary(tensors[f"layer.{index}.inverse_frequency"], metadata["interleaved"] == "1")
         sketch = SketchTables(
-            int(metadata["record_bytes"]), mean, rotary=rotary, **{name: tensors[f"layer.{index}.{name}"] for name in _SKETCH_TENSORS}
+            int(metadata["record_bytes"]), mean, rotary=rotary, **{name: tensors[f"layer.{index}.{name}"] for name in SKETCH_TENSORS}
         )
         layers[index] = LayerCalibration(mean, sketch, page_frame)
-    return Calibration(metadata["model"], metadata["fingerprint"], layers)
+    return Calibration(metadata["model"], metadata["fingerprint"], layers, int(metadata.get("first_head", "0")))

@@ -69,16 +69,35 @@ def read_stored(
     return calibration, path
 
 
+def stored_path(calibration: Calibration) -> Path:
+    """Where this calibration is kept.
+
+    Raises:
+        CalibrationError: it is empty.
+    """
+    if not calibration.layers:
+        raise CalibrationError("the calibration holds no layer; there is nothing to keep")
+    first = next(iter(calibration.layers.values()))
+    return calibration_path(calibration.fingerprint, first.sketch.record_bytes, page_frame=first.page_frame)
+
+
 def write_stored(calibration: Calibration) -> Path:
     """Keep a calibration, in the place of an earlier one. Readers never see half a file.
 
     Raises:
         CalibrationError: the calibration is empty, or the cache directory can't be written; the message names the setting.
     """
-    if not calibration.layers:
-        raise CalibrationError("the calibration holds no layer; there is nothing to keep")
-    first = next(iter(calibration.layers.values()))
-    path = calibration_path(calibration.fingerprint, first.sketch.record_bytes, page_frame=first.page_frame)
+    path = stored_path(calibration)
+    publish_calibration(calibration, path)
+    return path
+
+
+def publish_calibration(calibration: Calibration, path: Path) -> None:
+    """Write a file in the cache directory so that readers never see half of it.
+
+    Raises:
+        CalibrationError: the cache directory can't be written; the message names the setting.
+    """
     temporary = path.with_name(f"{path.stem}-{uuid.uuid4().hex}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,4 +109,3 @@ def write_stored(calibration: Calibration) -> Path:
     finally:
         if temporary.is_file():
             temporary.unlink()
-    return path

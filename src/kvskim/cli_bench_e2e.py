@@ -31,7 +31,7 @@ DEFAULT_MODEL = "llama3.1-8b"
 BUDGET_PAGES = 128
 """Budget where no rule is given and weights are dummy: their attention is near uniform, so a threshold would attend next to nothing."""
 
-ModelArgument = Annotated[str, typer.Argument(help="glm4-9b-1m, llama3.1-8b, qwen3-8b, or the folder of a Hugging Face model.")]
+ModelArgument = Annotated[str, typer.Argument(help="glm4-9b-1m, llama3.1-8b, qwen3-8b, deepseek-v2-lite, or the folder of a Hugging Face model.")]
 CasesOption = Annotated[str | None, typer.Option(help="Comma list of BATCHxCONTEXT, such as 1x16K,4x131072. Default: a list for each geometry.")]
 SelectorOption = Annotated[str | None, typer.Option(help="Record format: sketch, rki4, r8, clse, quad, minmax or mean.")]
 RuleOption = Annotated[str | None, typer.Option(help="How pages are chosen: threshold, budget or coverage. Default with dummy weights: budget.")]
@@ -102,9 +102,13 @@ def e2e(
     config: ConfigOption = None,
     real: Annotated[bool, typer.Option("--real", help="Real weights, real prompts and real prefill, from a model folder.")] = False,
     side: Annotated[str, typer.Option(help="dense, kvskim or both.")] = "both",
+    profile: Annotated[
+        bool, typer.Option("--profile", help="After all measurements, record some steps of each decode case: where their time goes, kernel by kernel.")
+    ] = False,
     repetitions: Annotated[int, typer.Option(help="Measurements of each case; the median counts.", min=1)] = 3,
     gpu_memory: Annotated[float, typer.Option(help="Share of GPU memory that vLLM may use.", min=0.05, max=1.0)] = 0.9,
     blocks: Annotated[int | None, typer.Option(help="Number of KV blocks instead of what vLLM finds room for.", min=1)] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs that share every layer; the floor is that of the first one.", min=1)] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds for one engine, after which it is ended.", min=1)] = 1800,
     quick: QuickOption = False,
     json_path: JsonOption = None,
@@ -128,15 +132,18 @@ def e2e(
     if quick or not any((cases, batch, ctx, ttft, load)):
         cases = plan.QUICK_CASES if quick else plan.DEFAULT_CASES.get(model, plan.QUICK_CASES)
     loads = plan.load_jobs(load, requests=load_requests, prefill=load_prefill, output=load_output, rate=load_rate, real=real)
-    jobs = [*plan.decode_jobs(cases, batch, ctx), *plan.ttft_jobs(ttft), *loads]
+    decodes = plan.decode_jobs(cases, batch, ctx)
+    jobs = [*decodes, *plan.ttft_jobs(ttft), *loads, *(plan.profile_jobs(decodes) if profile else ())]
     plan.check_positions(chosen, jobs)
+    plan.check_tensor_parallel(chosen, tensor_parallel)
     settings = settings_of(config, real=real, selector=selector, rule=rule, budget_pages=budget_pages, tau=tau, coverage=coverage, variant=variant)
     if log is not None:
         writable(log, "--log")
     earlier = outputs.check()
     sides = plan.SIDES if side == "both" else (side,)
     request = request_of(
-        chosen, jobs, sides, settings, real=real, repetitions=repetitions, memory=gpu_memory, blocks=blocks, timeout=timeout, log=log
+        chosen, jobs, sides, settings, real=real, repetitions=repetitions, memory=gpu_memory, blocks=blocks, tensor_parallel=tensor_parallel,
+        timeout=timeout, log=log,
     )
     if not run_e2e(request, outputs, earlier):
         raise typer.Exit(1)
@@ -154,7 +161,9 @@ def settings_of(config: str | None, *, real: bool, **options: Any) -> SkimConfig
     return load_config({**given, **options}).config
 
 
-def request_of(model: Any, jobs: list[Any], sides: tuple[str, ...], settings: SkimConfig, *, real: bool, **how: Any) -> Request:
+def request_of(
+    model: Any, jobs: list[Any], sides: tuple[str, ...], settings: SkimConfig, *, real: bool, tensor_parallel: int = 1, **how: Any
+) -> Request:
     """The request, after all that can be known before any work has been checked: vLLM, its plugin, what kvskim can do in it, the GPU.
 
     Raises:
@@ -164,7 +173,7 @@ def request_of(model: Any, jobs: list[Any], sides: tuple[str, ...], settings: Sk
     from kvskim.bench.e2e_run import Request
 
     if KVSKIM in sides:
-        _check_settings(settings)
+        _check_settings(settings, latent=model.latent)
     if importlib.util.find_spec("vllm") is None:
         raise KvskimError("vllm is not installed here; install it with: pip install 'kvskim[vllm]'")
     if KVSKIM in sides and not any(entry.value.startswith("kvskim.") for entry in entry_points(group="vllm.general_plugins")):
@@ -173,12 +182,16 @@ def request_of(model: Any, jobs: list[Any], sides: tuple[str, ...], settings: Sk
 
     if not torch.cuda.is_available():
         raise KvskimError("kvskim bench e2e needs a CUDA GPU; torch sees none")
+    if 1 < tensor_parallel > torch.cuda.device_count():
+        raise KvskimError(f"--tensor-parallel is {tensor_parallel}, and torch sees {torch.cuda.device_count()} GPUs: give at most so many")
     calibrate = not real and settings.calibration == "auto"
-    return Request(model, tuple(jobs), sides, json.loads(settings.model_dump_json()), real=real, random_calibration=calibrate, **how)
+    return Request(
+        model, tuple(jobs), sides, json.loads(settings.model_dump_json()), real=real, random_calibration=calibrate, tensor_parallel=tensor_parallel, **how
+    )
 
 
-def _check_settings(settings: SkimConfig) -> None:
-    from kvskim.engines.vllm.support import EngineFacts, engine_refusal
+def _check_settings(settings: SkimConfig, *, latent: bool) -> None:
+    from kvskim.engines.vllm.support import EngineFacts, engine_refusal, mla_refusal
 
     if is_disabled():
         raise KvskimError("KVSKIM_DISABLE switches kvskim off, so there is nothing to measure: unset it, or give --side dense")
@@ -189,7 +202,7 @@ def _check_settings(settings: SkimConfig) -> None:
     facts = EngineFacts(
         vllm_version=installed, variant=settings.variant, selector=settings.selector, page_frame=bool(settings.selector_options.get("page_frame", False))
     )
-    refusal = engine_refusal(facts)
+    refusal = engine_refusal(facts) or (mla_refusal(facts) if latent else None)
     if refusal is not None:
         raise KvskimError(refusal)
 

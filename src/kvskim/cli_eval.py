@@ -8,12 +8,14 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from kvskim.cli_eval_page import page
 from kvskim.cli_files import writable
 from kvskim.errors import KvskimError
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from kvskim.eval.model import EvalModel
 
 app = typer.Typer(help="Measure quality.", no_args_is_help=True)
+app.command()(page)
 
 LEAST_PREFIX = 128
 """Tokens before the decoded ones: fewer leave nothing to choose from."""
@@ -39,6 +42,8 @@ ChatOption = Annotated[str, typer.Option(help="Chat template: auto, on or off.")
 SparseFromOption = Annotated[str, typer.Option(help="First sparse decode steps: the answer, or already the question.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+TimeLimitOption = Annotated[float, typer.Option(help="Seconds after which no further sample is begun; 0: no limit.")]
+WorkersOption = Annotated[int, typer.Option(help="Processes that share the samples, each with a copy of the model; with cuda they use all GPUs in turn.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")]
 MarkdownOption = Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")]
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write a PNG: the result over bytes read per step.")]
@@ -92,12 +97,14 @@ def selectors(
 
 def _page_budgets(text: str) -> list[int]:
     """Budgets of a comma list; each must have room for sink, window and one page more."""
+    from kvskim.eval.methods import LEAST_BUDGET
+
     try:
         pages = [int(word) for word in text.split(",")]
     except ValueError:
         pages = []
-    if not pages or min(pages) < 3:
-        raise KvskimError(f"--budgets is {text!r}; it must be a comma list of whole numbers, at least 3 each, such as 8,16,32")
+    if not pages or min(pages) < LEAST_BUDGET:
+        raise KvskimError(f"--budgets is {text!r}; it must be a comma list of whole numbers, at least {LEAST_BUDGET} each, such as 8,16,32")
     return pages
 
 
@@ -114,6 +121,7 @@ def fidelity(
     tau: TauOption = 0.007,
     coverage: CoverageOption = 0.95,
     calibration: CalibrationOption = "text",
+    workers: WorkersOption = 1,
     engine: Annotated[
         str, typer.Option(help="transformers, or vllm: agreement of the tokens that whole engines write, on a GPU, in the type of the model.")
     ] = "transformers",
@@ -127,6 +135,7 @@ def fidelity(
     from kvskim.demo.model import check_positions, require_packages
     from kvskim.eval import fidelity as measure
     from kvskim.eval.methods import Calibrations, parse_budgets, parse_methods, settings_of
+    from kvskim.eval.workers import Setup, run_jobs
 
     require_packages("transformers", *(["matplotlib"] if plot_path else []))
     if engine not in ("transformers", "vllm"):
@@ -135,8 +144,10 @@ def fidelity(
         selectors = ENGINE_METHODS
     if engine == "vllm" and dtype != "float32":
         raise KvskimError(f"--dtype is {dtype!r}; --engine vllm takes the type that the model's configuration names: leave it out")
+    if engine == "vllm" and workers > 1:
+        raise KvskimError(f"--workers is {workers}; --engine vllm runs one engine at a time: leave it out")
     methods, settings = parse_methods(selectors), settings_of(rule, parse_budgets(budgets), tau, coverage)
-    for option, value, least in (("--decoded", decoded, 2), ("--tokens", tokens, decoded + LEAST_PREFIX), ("--seeds", seeds, 1)):
+    for option, value, least in (("--decoded", decoded, 2), ("--tokens", tokens, decoded + LEAST_PREFIX), ("--seeds", seeds, 1), ("--workers", workers, 1)):
         if value < least:
             raise KvskimError(f"{option} is {value}; it must be at least {least}")
     _check_outputs(json_path, markdown_path, plot_path)
@@ -154,7 +165,11 @@ def fidelity(
     loaded = _load(model, device, dtype)
     check_positions(loaded.model, tokens, "--tokens")
     windows = {name: measure.text_windows(loaded.tokenizer, words, tokens, seeds, name) for name, words in texts.items()}
-    result = measure.run_fidelity(loaded, windows, decoded, methods, settings, Calibrations(loaded, calibration), _log())
+    calibrations, spread = Calibrations(loaded, calibration), None
+    if workers > 1:
+        arguments = (model, dtype, decoded, methods, settings, calibration, calibrations.fitted_on_text(methods))
+        spread = partial(run_jobs, Setup(measure.worker, arguments), device=device, workers=workers)
+    result = measure.run_fidelity(loaded, windows, decoded, methods, settings, calibrations, _log(), spread)
     _write({**_machine(loaded), **result}, measure.markdown(result), "Fidelity", json_path, markdown_path)
     if plot_path is not None:
         measure.plot(result, plot_path)
@@ -175,6 +190,9 @@ def ruler(
     calibration: CalibrationOption = "text",
     chat: ChatOption = "auto",
     sparse_from: SparseFromOption = "answer",
+    limit: Annotated[int, typer.Option(help="Most tokens of an answer; 0: as the task says.")] = 0,
+    time_limit: TimeLimitOption = 0.0,
+    workers: WorkersOption = 1,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     json_path: JsonOption = None,
@@ -185,30 +203,35 @@ def ruler(
     from kvskim.demo.model import check_positions, require_packages
     from kvskim.eval.answers import ModelAnswerer
     from kvskim.eval.methods import Calibrations, parse_budgets, parse_methods, settings_of
-    from kvskim.eval.ruler.run import plot, run_ruler
+    from kvskim.eval.ruler.run import in_turn, plot, run_ruler, worker
     from kvskim.eval.ruler.tasks import LONGEST, RULER_TASKS, SHORTEST, TASKS
     from kvskim.eval.sample import PromptFormat, check_tasks
+    from kvskim.eval.workers import Setup, run_jobs
 
     require_packages("transformers", *(["matplotlib"] if plot_path else []))
     named = _words(tasks)
     chosen = check_tasks(named, list(TASKS)) if named else list(RULER_TASKS)
     lengths = _whole_numbers(contexts, "--contexts", SHORTEST, LONGEST)
     methods, settings = parse_methods(selectors), settings_of(rule, parse_budgets(budgets), tau, coverage)
-    for option, value in (("--samples", samples), ("--seeds", seeds)):
-        if value < 1:
-            raise KvskimError(f"{option} is {value}; it must be at least 1")
+    for option, value, least in (("--samples", samples, 1), ("--seeds", seeds, 1), ("--workers", workers, 1), ("--limit", limit, 0)):
+        if value < least:
+            raise KvskimError(f"{option} is {value}; it must be at least {least}")
+    _check_time_limit(time_limit)
     _check_outputs(json_path, markdown_path, plot_path)
     loaded = _load(model, device, dtype)
     check_positions(loaded.model, max(lengths), "--contexts")
     prompts = PromptFormat(loaded.tokenizer, chat)
-    answerer = ModelAnswerer(loaded, prompts, methods, settings, Calibrations(loaded, calibration), sparse_from)
-    heads = len(loaded.sparse_layers) * loaded.num_kv_heads
-    machine = _machine(loaded)
-    result, page = run_ruler(
-        answerer, prompts, tasks=chosen, contexts=lengths, samples=samples, seeds=range(seeds), heads=heads, log=_log(),
-        save=lambda result: _write_json({**machine, **result}, json_path),
+    calibrations = Calibrations(loaded, calibration)
+    answered = in_turn(ModelAnswerer(loaded, prompts, methods, settings, calibrations, sparse_from, limit), prompts)
+    if workers > 1:
+        arguments = (model, dtype, chat, methods, settings, calibration, calibrations.fitted_on_text(methods), sparse_from, limit)
+        answered = partial(run_jobs, Setup(worker, arguments), device=device, workers=workers)
+    machine = {**_machine(loaded), "limit": limit, "calibration": calibration}
+    result, tables = run_ruler(
+        answered, tasks=chosen, contexts=lengths, samples=samples, seeds=range(seeds), heads=len(loaded.sparse_layers) * loaded.num_kv_heads,
+        time_limit=time_limit, log=_log(), save=lambda result: _write_json({**machine, **result}, json_path),
     )
-    _write({**machine, **result}, page, "RULER", json_path, markdown_path)
+    _write({**machine, **result}, tables, "RULER", json_path, markdown_path)
     if plot_path is not None:
         plot(result, plot_path, "RULER")
 
@@ -257,10 +280,15 @@ def benchmark(
     prompts.check_room(found)
     answerer = ModelAnswerer(loaded, prompts, methods, settings, Calibrations(loaded, calibration), sparse_from)
     about = {**_machine(loaded), "benchmark": name}
-    result, page = run_benchmark(
+    result, tables = run_benchmark(
         found, answerer, heads=len(loaded.sparse_layers) * loaded.num_kv_heads, log=_log(), save=lambda result: _write_json({**about, **result}, json_path),
     )
-    _write({**about, **result}, page, name, json_path, markdown_path)
+    _write({**about, **result}, tables, name, json_path, markdown_path)
+
+
+def _check_time_limit(seconds: float) -> None:
+    if not 0 <= seconds < float("inf"):
+        raise KvskimError(f"--time-limit is {seconds}; it must be a number of seconds, or 0 for no limit")
 
 
 def _log() -> Callable[[str], None]:
@@ -280,22 +308,9 @@ def _check_outputs(json_path: Path | None, markdown_path: Path | None, plot_path
 
 def _load(model: str, device: str, dtype: str = "float32") -> EvalModel:
     """The model of a command; raises KvskimError where there is none, or no such device."""
-    import torch
+    from kvskim.eval.model import load_named
 
-    from kvskim.demo.model import demo_model_file, quiet_transformers, reading_model, usable_device
-    from kvskim.eval.model import load
-
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in dtypes:
-        raise KvskimError(f"--dtype is {dtype!r}; it must be float32, bfloat16 or float16")
-    usable_device(device)
-    path = demo_model_file() if model == "demo" else Path(model)
-    if not path.exists():
-        raise KvskimError(f"there is no model at {model}: give a Hugging Face model directory, a .gguf file, or 'demo'")
-    with reading_model(model), quiet_transformers():
-        if path.is_file():
-            return load(str(path.parent), device, dtypes[dtype], gguf_file=path.name)
-        return load(str(path), device, dtypes[dtype])
+    return load_named(model, device, dtype)
 
 
 def _texts(files: list[Path] | None) -> dict[str, str]:
@@ -321,7 +336,10 @@ def _machine(loaded: EvalModel) -> dict[str, Any]:
 
 def _write_json(result: dict[str, Any], path: Path | None) -> None:
     if path is not None:
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        # In one move: whoever stops a run finds the last whole file.
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
 
 
 def _write(result: dict[str, Any], page: str, title: str, json_path: Path | None, markdown_path: Path | None) -> None:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kvskim.config import cache_directory, configured_by, is_disabled, load_config, nvcc_path, publish
 from kvskim.config_sources import read_settings
+from kvskim.engines.vllm.latent_model import backend_name, is_latent
 from kvskim.errors import KvskimError
 
 _FAULT = "!"
@@ -41,26 +42,41 @@ def serve(
     """Serve a model with vLLM and sparse decode. Everything else on the line goes to `vllm serve`."""
     _vllm_version()
     rest = list(context.args)
-    backend = _given_backend(rest)
-    if backend is not None and backend.upper() != "CUSTOM":
-        raise KvskimError(f"--attention-backend is {backend!r}; kvskim serve sets it to CUSTOM: leave it out, or use vllm serve")
     if is_disabled():
         raise KvskimError("KVSKIM_DISABLE is set; unset it, or use vllm serve")
     if config is not None:
         # vLLM's workers are other processes: they read it from there.
         publish("KVSKIM_CONFIG", config)
     load_config()
-    backend_arguments = [] if backend is not None else ["--attention-backend", "CUSTOM"]
+    latent = _is_latent(model, _given(rest, "--revision"))
+    backend, wanted = _given(rest, "--attention-backend"), backend_name(latent=latent)
+    if backend is not None and backend.upper() != wanted:
+        raise KvskimError(f"--attention-backend is {backend!r}; kvskim serve sets it to {wanted}: leave it out, or use vllm serve")
+    if latent and configured_by() is None:
+        # Only where it is configured does kvskim take the place of a backend of vLLM's.
+        publish("KVSKIM_CONFIG", "{}")
+    backend_arguments = [] if backend is not None else ["--attention-backend", wanted]
     os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *backend_arguments, *rest])
 
 
-def _given_backend(arguments: list[str]) -> str | None:
+def _given(arguments: list[str], option: str) -> str | None:
     for i, word in enumerate(arguments):
-        if word == "--attention-backend":
+        if word == option:
             return arguments[i + 1] if i + 1 < len(arguments) else ""
-        if word.startswith("--attention-backend="):
+        if word.startswith(f"{option}="):
             return word.split("=", 1)[1]
     return None
+
+
+def _is_latent(model: str, revision: str | None) -> bool:
+    """Whether the model has latent attention. Where its configuration can't be read here, the engine says in one sentence what to do if it has."""
+    from transformers import PretrainedConfig
+
+    try:
+        settings, _ = PretrainedConfig.get_config_dict(model, **({} if revision is None else {"revision": revision}))
+    except (OSError, ValueError):
+        return False
+    return is_latent(settings)
 
 
 def doctor() -> None:

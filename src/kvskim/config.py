@@ -169,6 +169,17 @@ def publish(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def share_with_ray() -> None:
+    """Let vLLM give kvskim's variables to workers that Ray starts: they inherit the environment of Ray, not of this process.
+
+    Not `KVSKIM_NVCC`, of which each host has its own.
+    """
+    name = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+    given = [word.strip() for word in os.environ.get(name, "").split(",") if word.strip()]
+    ours = [variable for variable in (*ENVIRONMENT_VARIABLES, *PREDECESSOR_VARIABLES) if variable in os.environ and variable != "KVSKIM_NVCC"]
+    os.environ[name] = ",".join(dict.fromkeys([*given, *ours]))
+
+
 def is_disabled() -> bool:
     """Whether `KVSKIM_DISABLE` switches kvskim off; raises `ConfigError` on a value that is neither yes nor no."""
     text = os.environ.get("KVSKIM_DISABLE")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from kvskim.config_errors import ConfigError, Problem, ProblemsError, one_of
 from kvskim.config_sources import check_mapping, parse_text
-from kvskim.rules.parameters import DEFAULT_COVERAGE, DEFAULT_MIN_PAGES, DEFAULT_TAU, CombineName, RuleName, RuleParameters
+from kvskim.rules.parameters import DEFAULT_COVERAGE, DEFAULT_MIN_PAGES, DEFAULT_TAU, DEFAULT_WINDOW_PAGES, CombineName, RuleName, RuleParameters
 
 VariantName = Literal["fast", "mem-v", "mem-kv"]
 SelectorName = Literal["sketch", "rki4", "r8", "clse", "quad", "minmax", "mean", "oracle"]
@@ -113,7 +113,8 @@ class SkimConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     variant: VariantName = _setting(
-        "Where keys and values live: `fast` keeps both in GPU memory, `mem-v` keeps values in host memory, `mem-kv` keeps both there.",
+        "Where keys and values live: `fast` keeps both in GPU memory, `mem-v` keeps values in host memory (vLLM 0.24), `mem-kv` keeps both there (refused "
+        "everywhere yet).",
         default="fast",
     )
     selector: SelectorName = _setting("Record format of a page.", default="sketch")
@@ -152,7 +153,12 @@ class SkimConfig(BaseModel):
         "Rules `threshold` and `coverage`: most pages attended besides sink and window pages; null for no limit.", 1, default=None
     )
     sink_pages: int = _pages("Pages at the start of a request that are always attended.", 0, default=1)
-    window_pages: int = _pages("Pages at the end of a request that are always attended, the open page among them.", 1, default=1)
+    window_pages: int = _pages(
+        "Pages at the end of a request that are always attended, the open page among them. With 1, decode steps in vLLM wait for the records of the "
+        "pages that they complete; with more, those are made beside attention.",
+        1,
+        default=DEFAULT_WINDOW_PAGES,
+    )
     full_pages: Annotated[int, Field(ge=0, le=_LARGEST_COUNT)] | Literal["auto"] = _setting(
         "Requests of at most so many pages attend all of them. `auto`: in vLLM an estimate of the length up to which that costs no more time than "
         "choosing, which depends on the batch size; 0 elsewhere.",
@@ -182,9 +188,11 @@ class SkimConfig(BaseModel):
         "A layer or model that kvskim can't make sparse: `refuse` stops with an error, `dense` keeps full attention and says so.",
         default="refuse",
     )
-    host_memory_gib: float | None = _gibibytes("Variants `mem-v` and `mem-kv`: host memory for keys and values; null: sized by the engine.")
+    host_memory_gib: float | None = _gibibytes(
+        "Variants `mem-v` and `mem-kv`: most host memory for keys and values of each worker; null: as much as the blocks of the GPU need."
+    )
     hot_cache_gib: float | None = _gibibytes(
-        "Variants `mem-v` and `mem-kv`: GPU memory for recently used pages of the host tier; null: sized by the engine."
+        "Variants `mem-v` and `mem-kv`: GPU memory for recently used pages of the host tier; null: 1.2% of the memory for the KV cache."
     )
 
     def __init__(self, /, **settings: Any) -> None:

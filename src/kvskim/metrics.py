@@ -24,6 +24,10 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "covered_mass": ((), "Estimated attention mass of the attended pages in the same steps, summed over layers, rows and kv heads."),
     "heads": ((), "How many (layer, row, kv head) the same steps had: covered_mass divided by it is the mean."),
     "full_heads": ((), "How many of them attended every page, because the request is short, the layer not calibrated, or the rule asked for all."),
+    "tier_pages": ((), "Variant mem-v: pages of values that decode steps selected, summed over layers, rows and kv heads."),
+    "tier_missing_pages": ((), "Different pages among them that were not in the hot cache, and came from host memory."),
+    "tier_homeless_pages": ((), "Those among the missing that found no room in the hot cache: they are read from host memory by each row that selects them."),
+    "tier_bytes": ((), "Bytes of the missing pages."),
     "unsupported": (("reason",), "Layers that keep full attention because kvskim can't make them sparse and on_unsupported is dense."),
 }
 
@@ -87,6 +91,11 @@ class SkimMetrics:
     def sampled(self, sample: Sample) -> None:
         """Add a sampled decode step."""
         for name, value in vars(sample).items():
+            self._counters[name].inc(value)
+
+    def fetched(self, selected: float, missing: float, homeless: float, nbytes: float) -> None:
+        """Add what decode steps took from values in host memory since the last time; see `COUNTERS`."""
+        for name, value in (("tier_pages", selected), ("tier_missing_pages", missing), ("tier_homeless_pages", homeless), ("tier_bytes", nbytes)):
             self._counters[name].inc(value)
 
     def unsupported(self, reason: str) -> None:

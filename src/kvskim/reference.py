@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvskim.layout import PAGE_TOKENS, ceil_div
 from kvskim.rules import RuleParameters, apply_rule, candidate_sums, combine, covered_mass
+from kvskim.rules.parameters import DEFAULT_WINDOW_PAGES
 from kvskim.selectors.base import Selector
 
 
@@ -75,7 +76,7 @@ class ReferenceLayer:
 
     def __init__(
         self, selector: Selector, tables: Any, *, num_pages: int, num_kv_heads: int, head_dim: int, scale: float,
-        parameters: RuleParameters, softcap: float = 0.0, sink_pages: int = 1, window_pages: int = 1, dtype: torch.dtype = torch.float32,
+        parameters: RuleParameters, softcap: float = 0.0, sink_pages: int = 1, window_pages: int = DEFAULT_WINDOW_PAGES, dtype: torch.dtype = torch.float32,
         value_dim: int | None = None,
     ) -> None:
         if window_pages < 1:

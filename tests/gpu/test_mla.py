@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvskim.ops.attend import shares_rows
 from kvskim.rules import RuleParameters
 from mla_data import make_latent_batch, run_latent_step
-from test_mla import BUDGET, COVERAGE, THRESHOLD, check_step
+from test_mla import BUDGET, COVERAGE, THRESHOLD, check_join, check_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -87,6 +88,24 @@ def test_step_replays_in_a_graph_with_other_lengths(kernels: str, group: int) ->
         torch.cuda.synchronize()
         torch.testing.assert_close(replayed, out, atol=0, rtol=0)
         assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("group", [16, 64, 128])
+def test_values_in_memory_of_their_own(kernels: str, group: int) -> None:
+    """Values that are no part of the keys take other kernels than latent rows; both must fit the machine at 576 channels."""
+    batch = make_latent_batch("mean", LENGTHS, group=group, dtype=torch.bfloat16, block_size=64)
+    apart = batch.to("cuda")
+    assert shares_rows(apart.key_cache, apart.value_cache)
+    apart.value_cache = apart.value_cache.clone()
+    assert not shares_rows(apart.key_cache, apart.value_cache)
+    check_step(apart, batch, BUDGET, kernels=kernels)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_the_parts_of_a_query_are_joined(kernels: str, heads: int) -> None:
+    check_join("cuda", kernels, heads, 512, 64)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -148,10 +148,10 @@ def test_scores_follow_the_rounded_weights(group: int, dtype: torch.dtype) -> No
     assert compare(case, out, score_tolerance=4e-3, weights=(weights, scales)) == []
 
 
-@cuda_only
-def test_four_million_tokens() -> None:
-    case = make_case("cuda", lengths=[4 * 2**20 - 5, 70000], heads=1, group=8, dim=64, block_size=128)
-    out = run(case, "cuda")
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_four_million_tokens(kernels: str) -> None:
+    case = make_case(kernels, lengths=[4 * 2**20 - 5, 70000], heads=1, group=8, dim=64, block_size=128)
+    out = run(case, kernels)
     rounded, scales = case.rounded_weights()
     for r in range(2):
         pages = case.scored_pages(r)

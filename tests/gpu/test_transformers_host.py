@@ -51,8 +51,8 @@ def test_kernels_generate_the_tokens_of_the_torch_path(loaded, kernels: str, rul
         session = Session(model)
         session.prefill(prompt[:-1])
         if calibration is None:
-            host.fit_calibration([session.cache])
-            calibration = host.calibration()
+            # An earlier engine may have kept one for this model.
+            calibration = host.calibration() or host.fit_calibration([session.cache])
         if name == "torch":
             reference = session.answer(prompt[-1:], set(), TOKENS)
             session = Session(model)

@@ -59,7 +59,8 @@ def run_contracts(vllm: Path, packages: Path, version: str) -> tuple[bool, str]:
     found = subprocess.run(check, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE)
     if f"{version} {vllm}" not in found.stdout:
         return False, f"not importable: {found.stdout.strip().splitlines()[-1]}"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, (HERE / "test_vllm_contract.py", HERE / "test_vllm_mla_contract.py"))]
+    tests = [str(HERE / f"test_vllm_{name}.py") for name in ("contract", "mla_contract", "tier_contract")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE)
     lines = done.stdout.strip().splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -146,8 +147,9 @@ class MiniEngine:
             }
             padded = {kind: torch.cat([t, torch.full((width - total, *t.shape[1:]), torch.nan)]) for kind, t in parts.items()}
             out = torch.full_like(padded["query"], 9.0)
-            layer.impl.do_kv_cache_update(layer, padded["key"], padded["value"], layer.kv_cache, common.slot_mapping)
-            layer.impl.forward(layer, padded["query"], padded["key"], padded["value"], layer.kv_cache, metadata, out)
+            with set_forward_context({layer.layer_name: metadata}, self.config):
+                layer.impl.do_kv_cache_update(layer, padded["key"], padded["value"], layer.kv_cache, common.slot_mapping)
+                layer.impl.forward(layer, padded["query"], padded["key"], padded["value"], layer.kv_cache, metadata, out)
             if pad_rows:
                 assert (out[total:] == 0).all(), "rows that fill a graph must give zeros"
             start = 0

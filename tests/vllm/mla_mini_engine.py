@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from mini_engine import MAX_TOKENS, MiniEngine, Request
 from torch import nn
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import MLAAttention
 
 from kvskim.engines.vllm.mla import SkimMlaBackend
@@ -138,8 +139,9 @@ class MlaMiniEngine(MiniEngine):
             rows, query = (torch.cat([t, torch.full((pad_rows, *t.shape[1:]), 5.0)]) for t in (rows, query))
             latent, rotary = rows[:, :LATENT].contiguous(), rows[:, None, LATENT:].contiguous()
             out = torch.full((len(rows), HEADS * VALUE), 9.0)
-            layer.impl.do_kv_cache_update(latent, rotary, layer.kv_cache, common.slot_mapping, layer.kv_cache_dtype, layer._k_scale)
-            layer.forward_impl(query, latent, rotary, layer.kv_cache, self.metadata, output=out)
+            with set_forward_context({layer.layer_name: self.metadata}, self.config):
+                layer.impl.do_kv_cache_update(latent, rotary, layer.kv_cache, common.slot_mapping, layer.kv_cache_dtype, layer._k_scale)
+                layer.forward_impl(query, latent, rotary, layer.kv_cache, self.metadata, output=out)
             start = 0
             for row, (_, count) in enumerate(scheduled):
                 outputs[row].append(out[start : start + count].clone())

@@ -46,6 +46,7 @@ def planning_config(block_size: int, layout: str = "LBNHC") -> Any:
         parallel_config=Settings(decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1, tensor_parallel_size=1),
         attention_config=Settings(),
         kv_transfer_config=None,
+        num_prefill_lookahead_tokens=0,
     )
 
 
@@ -59,7 +60,8 @@ def layer_config(additional: dict[str, Any], max_rows: int, block_size: int, max
         ),
         cache_config=Settings(block_size=block_size, cache_dtype="auto", user_specified_block_size=False, kv_cache_dtype_skip_layers=[]),
         parallel_config=Settings(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1, tensor_parallel_size=1, cp_kv_cache_interleave_size=1
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1, tensor_parallel_size=1, cp_kv_cache_interleave_size=1,
+            data_parallel_size=1,
         ),
         scheduler_config=Settings(max_num_seqs=max_rows, max_num_batched_tokens=2048, disable_hybrid_kv_cache_manager=True),
         compilation_config=Settings(
@@ -78,6 +80,14 @@ def planner() -> Any:
     from vllm.v1.core import kv_cache_utils
 
     return kv_cache_utils if hasattr(kv_cache_utils, "get_kv_cache_groups") else import_module("vllm.v1.core.kv_cache_planning")
+
+
+def plans_of_workers(config: Any, specs: list[dict[str, Any]], memory: list[int]) -> list[Any]:
+    """The plan of each worker of an engine, from what every one of them says of its layers and its memory."""
+    module = planner()
+    if hasattr(module, "get_global_kv_cache_groups"):
+        return list(module.get_kv_cache_configs(config, specs, memory, module.get_global_kv_cache_groups(config, specs)))
+    return list(module.get_kv_cache_configs(config, specs, memory))
 
 
 def bytes_of_layers(plan: Any) -> dict[str, int]:

@@ -68,6 +68,18 @@ def test_facts_and_activity_of_a_dense_engine():
     assert json.loads(dense.kvskim_bench_activity()) == {}
 
 
+def test_a_profile_is_asked_for_and_given():
+    class Worker(BenchWorkerExtension):
+        def execute_model(self, scheduled):
+            return scheduled
+
+    asked = Worker()
+    assert json.loads(asked.kvskim_bench_profile(1)) == {}
+    assert asked.execute_model(SimpleNamespace(num_scheduled_tokens={"a": 5}, total_num_scheduled_tokens=5)).total_num_scheduled_tokens == 5
+    assert "were not seen" in json.loads(asked.kvskim_bench_profile_result())["error"]
+    assert asked.execute_model(1) == 1
+
+
 def test_activity_of_the_last_decode_step():
     engine = MiniEngine(SETTINGS)
     asked = worker(engine.context)

@@ -10,7 +10,8 @@ from mini_engine import MiniEngine, Request
 from kvskim.calibration import model_fingerprint
 from kvskim.calibration_store import calibration_path
 from kvskim.engines.vllm import calibrate, calibration_source, probe
-from kvskim.engines.vllm.calibrate import Segment, plan_segments, rank_heads
+from kvskim.engines.vllm.calibrate import Segment, plan_segments
+from kvskim.engines.vllm.parallel import rank_heads
 from kvskim.layout import PAGE_TOKENS
 from kvskim.rotary import Rotary
 from kvskim.selectors import get_selector
@@ -221,20 +222,18 @@ def test_a_fit_of_some_layers_is_no_calibration_of_all(caplog):
     assert int(MiniEngine(FEW).state.ready) == 1
 
 
-@pytest.mark.parametrize("why", ["tensor_parallel_size", "pipeline_parallel_size", "unwritable", "short"])
+@pytest.mark.parametrize("why", ["unwritable", "short"])
 def test_a_fit_that_is_not_kept_says_so_in_one_line(monkeypatch, tmp_path, caplog, why):
     caplog.set_level(logging.INFO, logger="vllm.kvskim")
     engine = MiniEngine(FEW)
     if why == "unwritable":
         (tmp_path / "file").touch()
         monkeypatch.setenv("KVSKIM_CACHE_DIR", str(tmp_path / "file"))
-    elif why == "short":
+    else:
         # Later positions are seen where the rotary embedding is known.
         engine.state.calibrator._later_positions = (512,)
         engine.state.calibrator._rotary = Rotary(1.0 / 10000.0 ** (torch.arange(32) / 32))
         engine.state.vllm_config.model_config.hf_text_config.max_position_embeddings = 4096
-    else:
-        setattr(engine.state.vllm_config.parallel_config, why, 2)
     fit(engine)
     assert int(engine.state.ready) == 1
     assert len([line for line in caplog.messages if "not kept for other engines" in line]) == 1

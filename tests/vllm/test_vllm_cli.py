@@ -8,10 +8,18 @@ import typer
 from typer.testing import CliRunner
 
 from kvskim import cli_vllm
-from kvskim.config import ConfigError
+from kvskim.config import ConfigError, configured_by
 from kvskim.engines.vllm import check
 from kvskim.engines.vllm.check import Agreement, compare, run_engine
 from kvskim.errors import KvskimError
+
+
+def configuration_of(model, revision="main"):
+    """In the place of the model hub."""
+    if model == "unknown":
+        raise OSError("there is no such model")
+    latent = model == "latent/model" and revision == "main"
+    return {"text_config": {"kv_lora_rank": 512}} if latent else {"kv_lora_rank": None}, {}
 
 
 @pytest.fixture
@@ -19,6 +27,7 @@ def app(monkeypatch):
     for name in ("KVSKIM_CONFIG", "KVSKIM_DISABLE", "LOCKS_CONFIG", "AMASS_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cli_vllm, "version", lambda name: "0.24.0")
+    monkeypatch.setattr("transformers.PretrainedConfig.get_config_dict", configuration_of)
     result = typer.Typer()
     result.command("serve", context_settings=cli_vllm.PASS_THROUGH)(cli_vllm.serve)
     result.command("doctor")(cli_vllm.doctor)
@@ -51,6 +60,29 @@ def test_serve_sets_the_backend_and_passes_the_rest(app, executed):
 def test_serve_leaves_the_backend_where_it_is_given(app, executed, given):
     assert invoke(app, "serve", "m", *given).exit_code == 0
     assert executed[0][1][4:] == ["m", *given]
+
+
+@pytest.mark.parametrize(("model", "options", "backend"), [
+    ("latent/model", (), "FLASH_ATTN_MLA"), ("latent/model", ("--revision", "main"), "FLASH_ATTN_MLA"), ("latent/model", ("--revision=older",), "CUSTOM"),
+    ("meta/model", (), "CUSTOM"), ("unknown", (), "CUSTOM"),
+])
+def test_serve_takes_the_place_of_vllms_latent_attention(app, executed, monkeypatch, model, options, backend):
+    monkeypatch.setenv("KVSKIM_CONFIG", "{}")  # restored afterwards
+    monkeypatch.delenv("KVSKIM_CONFIG")
+    assert invoke(app, "serve", model, *options).exit_code == 0
+    assert executed[0][1][4:] == [model, "--attention-backend", backend, *options]
+    # Without a configuration the plugin would leave FLASH_ATTN_MLA to vLLM.
+    assert cli_vllm.os.environ.get("KVSKIM_CONFIG") == ("{}" if backend == "FLASH_ATTN_MLA" else None)
+    assert configured_by() == ("KVSKIM_CONFIG" if backend == "FLASH_ATTN_MLA" else None)
+
+
+def test_serve_of_latent_attention_keeps_the_users_choices(app, executed, monkeypatch):
+    monkeypatch.setenv("KVSKIM_CONFIG", '{"tau": 0.02}')
+    assert invoke(app, "serve", "latent/model", "--attention-backend", "flash_attn_mla").exit_code == 0
+    assert executed[0][1][4:] == ["latent/model", "--attention-backend", "flash_attn_mla"]
+    assert cli_vllm.os.environ["KVSKIM_CONFIG"] == '{"tau": 0.02}'
+    result = invoke(app, "serve", "latent/model", "--attention-backend", "CUSTOM")
+    assert "kvskim serve sets it to FLASH_ATTN_MLA" in str(result.exception)
 
 
 def test_serve_hands_its_configuration_to_the_workers(app, executed, monkeypatch):
@@ -209,3 +241,33 @@ def test_an_engine_that_stops_or_hangs_is_an_error_with_its_last_lines(monkeypat
         python.chmod(0o755)
         with pytest.raises(KvskimError, match=words):
             run_engine({}, [[1]], settings=None, max_tokens=1, timeout=timeout)
+
+
+MEMORY = (
+    "AssertionError: Error in memory profiling. Initial free memory 138.31 GiB, current free memory 138.51 GiB. This happens when other processes sharing "
+    "the same container release GPU memory while vLLM is profiling during initialization."
+)
+
+
+@pytest.mark.parametrize(
+    ("printed", "line"),
+    [
+        (f"[rank0]:   File 'a.py', line 3, in b\n[rank0]:     raise AssertionError: of another line\n[rank0]: {MEMORY}\n[rank0]:[W1130] Warning: c", MEMORY),
+        (
+            "(EngineCore pid=7) ERROR 11-30 01:32:45 [core.py:866] torch.OutOfMemoryError: CUDA out of memory\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.",
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        ("ValueError: first\n\nDuring handling of the above exception\n\nKeyError: 'second'", "KeyError: 'second'"),
+        ("RuntimeError: Engine core initialization failed", "RuntimeError: Engine core initialization failed"),
+        ("INFO 11-30 01:32:45 [core.py:1] no Error: here\n  ValueError: indented", None),
+    ],
+)
+def test_the_exception_of_an_engine_is_found_among_its_lines(printed, line):
+    assert check.exception_line(printed) == line
+    noise = "INFO a line of the log\n" * 1000
+    text = check.ending(printed + "\n" + noise)
+    if line is not None:
+        assert text.startswith(f" ({line}); its last lines:\nINFO")
+        assert text.endswith(line)
+    assert len(text) < check.LAST_CHARACTERS + 700

@@ -152,6 +152,23 @@ def test_records_join_the_group_of_their_layers_and_the_number_of_blocks_is_exac
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_workers_of_a_pipeline_agree_on_the_number_of_blocks(real_vllm, layout):
+    """Three layers and two on two workers each, with different memory: one number of blocks, and records in the one group of every worker."""
+    config = real_vllm.planning_config(16, layout)
+    specs, _ = planned(config, 5, 2, 128, 256)
+    parts = [{name: spec for name, spec in specs.items() if int(name.split(".")[2]) in layers} for layers in ((0, 1, 2), (3, 4))]
+    memory = [256 * 2**20, 250 * 2**20, 120 * 2**20, 240 * 2**20]
+    plans = real_vllm.plans_of_workers(config, [parts[0], parts[0], parts[1], parts[1]], memory)
+    block = 16 * 2 * 2 * 128 * 2 + 2 * 256
+    assert {plan.num_blocks for plan in plans} == {120 * 2**20 // (2 * block)}
+    for plan, part in zip(plans, [parts[0], parts[0], parts[1], parts[1]]):
+        (group,) = plan.kv_cache_groups
+        assert set(group.layer_names) == set(part)
+        sizes = real_vllm.bytes_of_layers(plan)
+        assert sizes == {name: plan.num_blocks * (512 if "kvskim" in name else block - 512) for name in part}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_vllm_allocates_and_binds_records(real_vllm, block_size, layout, real, monkeypatch):
     from vllm.v1.worker.utils import bind_kv_cache
@@ -453,12 +470,28 @@ def source(module: str) -> str:
     ("vllm.plugins", ['"vllm.general_plugins"']),
     ("vllm.engine.arg_utils", ["--attention-backend", "--additional-config", "--disable-hybrid-kv-cache-manager"]),
     ("vllm.entrypoints.cli.main", ["def main("]),
-    ("vllm.envs", ["VLLM_BATCH_INVARIANT", "VLLM_ENABLE_V1_MULTIPROCESSING"]),
+    ("vllm.envs", ["VLLM_BATCH_INVARIANT", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"]),
     ("vllm.v1.core.kv_cache_utils", ["block_hash_num_tokens"]),
     ("vllm.v1.core.block_pool", ["self.blocks"]),
     ("vllm.distributed", ["parallel_state"]),
-    ("vllm.distributed.parallel_state", ["def get_tensor_model_parallel_rank(", "def get_tensor_model_parallel_world_size("]),
+    ("vllm.distributed.parallel_state", ["def get_tensor_model_parallel_rank(", "def get_tp_group(", "def get_pp_group(", "self.cpu_group", "def all_gather("]),
+    ("vllm.v1.worker.worker_base", ["self.parallel_config.rank = rank"]),
 ])
 def test_names_that_are_used_where_a_gpu_is(module, parts):
     text = source(module)
     assert [part for part in parts if part not in text] == []
+
+
+def test_metadata_of_the_step_under_way_is_found():
+    from vllm.forward_context import ForwardContext, override_forward_context
+
+    from kvskim.engines.vllm.facts import decodes_alone
+
+    assert not decodes_alone("a")
+    for metadata, expected in ((SimpleNamespace(decodes_alone=True), True), (SimpleNamespace(decodes_alone=False), False), (SimpleNamespace(), False)):
+        context = ForwardContext(no_compile_layers={}, attn_metadata={"a": metadata}, slot_mapping={})
+        with override_forward_context(context):
+            assert decodes_alone("a") is expected
+            assert not decodes_alone("b")
+    with override_forward_context(ForwardContext(no_compile_layers={}, attn_metadata=None, slot_mapping={})):
+        assert not decodes_alone("a")

@@ -13,7 +13,7 @@ from mla_mini_engine import HEADS, LATENT, MlaMiniEngine, expand, head_queries, 
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from kvskim.config import SkimConfig
-from kvskim.engines.vllm import calibrate, probe
+from kvskim.engines.vllm import calibrate, parallel, probe
 from kvskim.engines.vllm.calibration_source import model_settings
 from kvskim.engines.vllm.check import attention_backend, has_latent_attention
 from kvskim.engines.vllm.facts import engine_facts
@@ -174,8 +174,8 @@ def test_every_rank_has_the_one_latent_head(monkeypatch):
 
     engine = MlaMiniEngine(FEW)
     monkeypatch.setattr(vllm.distributed, "rank", 1)
-    monkeypatch.setattr(vllm.distributed, "world_size", 2)
-    assert calibrate.heads_of_this_rank(engine.config) == (1, 0, 1)
+    engine.config.parallel_config.tensor_parallel_size = 2
+    assert parallel.heads_of_this_rank(engine.config) == (1, 0, 1)
     assert model_settings(engine.config.model_config)["model_type"].endswith("latent rows"), "another calibration than that of its expanded heads"
 
 

@@ -1,6 +1,7 @@
 """The entry point: what is registered when, quickly, without importing the backends, and never silently off."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.skipif(not STANDIN, reason="looks into the stand-in's r
 def _clean(monkeypatch):
     for name in ("KVSKIM_CONFIG", "KVSKIM_DISABLE", "LOCKS_CONFIG", "AMASS_CONFIG"):
         monkeypatch.delenv(name, raising=False)
+    # The plugin adds to it.
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "")
     registry.overrides.clear()
     yield
     registry.overrides.clear()
@@ -42,6 +45,20 @@ def test_configured_it_takes_the_place_of_flash_attention(monkeypatch, variable)
     for _ in range(2):
         plugin.register_plugin()
         assert set(registered()) == {"CUSTOM", "FLASH_ATTN", "FLASH_ATTN_MLA"}
+
+
+def test_workers_that_ray_starts_get_the_configuration(monkeypatch):
+    """vLLM copies the variables that are listed in one of its own."""
+    name = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+    monkeypatch.setenv(name, "MINE, KVSKIM_CONFIG")
+    plugin.register_plugin()
+    assert os.environ[name] == "MINE, KVSKIM_CONFIG", "not configured, vLLM stays stock"
+    monkeypatch.setenv("LOCKS_CONFIG", "{}")
+    monkeypatch.setenv("KVSKIM_CACHE_DIR", "/cache")
+    monkeypatch.setenv("KVSKIM_NVCC", "/of/this/host")
+    for _ in range(2):
+        plugin.register_plugin()
+        assert os.environ[name] == "MINE,KVSKIM_CONFIG,KVSKIM_CACHE_DIR,LOCKS_CONFIG"
 
 
 @pytest.mark.parametrize(("value", "names"), [("1", set()), ("yes", set()), ("0", {"CUSTOM", "FLASH_ATTN", "FLASH_ATTN_MLA"})])

@@ -62,3 +62,27 @@ def test_state_of_an_engine():
         engine.step([(Request(1), 20)])
     engine.config.compilation_config.static_forward_context.clear()
     assert probe.state_of(llm) is None
+
+
+def test_a_look_at_all_workers():
+    """Two workers with the same layers, one with another layer, and one without any that is sparse."""
+    settings = {"selector": "mean", "rule": "budget", "budget_pages": 4, "window_pages": 1}
+    engines = [MiniEngine(settings), MiniEngine(settings), MiniEngine(settings, num_layers=1, first_layer=2)]
+    workers = [probe.WorkerProbe() for _ in range(4)]
+    with torch.inference_mode():
+        for engine, worker in zip(engines, workers):
+            request = Request(1)
+            engine.step([(request, 100)])
+            engine.step([(request, 1)])
+            worker.vllm_config = engine.config
+    workers[3].vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    llm = SimpleNamespace(collective_rpc=lambda method: [getattr(worker, method)() for worker in workers])
+    found = probe.look(llm)
+    assert found.ready
+    assert found.kernels == "torch"
+    assert found.layers == tuple(f"model.layers.{i}.attn" for i in range(3))
+    # Two kv heads in five layers, 4 of 7 pages.
+    assert (found.activity.attended, found.activity.total, found.activity.count) == (40, 70, 10)
+    engines[1].state.ready.fill_(0)
+    assert not probe.look(llm).ready
+    assert not probe.look(SimpleNamespace(collective_rpc=lambda method: [workers[3].kvskim_look()])).ready

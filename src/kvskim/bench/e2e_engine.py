@@ -1,4 +1,4 @@
-"""Measurements on a running vLLM engine: time per token, time to first token, and load."""
+"""Measurements on a running vLLM engine: time per token, time to first token, load, and where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kvskim.bench.e2e_load import drive, summary
+from kvskim.bench.e2e_load import Trace, drive, summary
 from kvskim.bench.e2e_plan import DENSE, EXTRA_STEPS, Job
 from kvskim.errors import KvskimError
 
 WARM_PROMPT = 8192
 """Tokens of the prefill that is not timed; several of these make a prompt, and all take the same kernels."""
+WARM_REQUESTS, WARM_OUTPUT = 4, (4, 12)
+"""Requests in flight, and shortest and longest output, of the load that is not timed."""
 CALIBRATION_ROUNDS, CALIBRATION_STEPS = 8, 128
 
 
@@ -69,8 +72,9 @@ class EngineBench:
         sizes = dict(kv_blocks=int(config.cache_config.num_gpu_blocks), block_tokens=int(config.cache_config.block_size))
         return {**found, **sizes, "async_scheduling": bool(config.scheduler_config.async_scheduling)}
 
-    def _ask(self, method: str) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self.llm.collective_rpc(method)[0])
+    def _ask(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """The answer of the first worker: of several, each has an equal part of every layer, and its part is what its GPU reads."""
+        answer: dict[str, Any] = json.loads(self.llm.collective_rpc(method, args=arguments)[0])
         return answer
 
     def _check_room(self, job: Job, requests: int) -> None:
@@ -92,7 +96,7 @@ class EngineBench:
     # ------------------------------------------------------------------ jobs
     def run(self, job: Job) -> dict[str, Any]:
         """The figures of a job; times in milliseconds."""
-        return {"decode": self.decode, "ttft": self.ttft, "load": self.load}[job.kind](job)
+        return {"decode": self.decode, "ttft": self.ttft, "load": self.load, "profile": self.profile}[job.kind](job)
 
     def attempt(self, job: Job) -> tuple[dict[str, Any] | None, str, bool]:
         """The figures of a job or None, why there are none, and whether the engine can go on: after an error of its own it may be dead or busy."""
@@ -140,6 +144,18 @@ class EngineBench:
             raise KvskimError("the requests of the batch did not run together: some had ended before the last one started")
         return float(last - first)
 
+    def profile(self, job: Job) -> dict[str, Any]:
+        """Where the time of a decode step goes, of the same requests as `decode`; see `kvskim.bench.step_profile.step_profile`."""
+        self._check_room(job, job.batch)
+        long = job.output_lengths[1]
+        self.progress("recording")
+        self._ask("kvskim_bench_profile", job.batch)
+        self._generate([self.prompts.take(job.context - long) for _ in range(job.batch)], long, job.context if self.filled else 0)
+        found = self._ask("kvskim_bench_profile_result")
+        if "error" in found:
+            raise KvskimError(found["error"])
+        return found
+
     def ttft(self, job: Job) -> dict[str, Any]:
         """Time from handing over a prompt of new tokens to its only output token, the prefill computed."""
         self._check_room(job, 1)
@@ -166,15 +182,23 @@ class EngineBench:
         self._check_room(job, 1)
         self._warm_prefill(job)
         filled = 0 if job.prefill < 0 or not self.filled else job.context - job.prefill
-        self.progress("making prompts")
-        prompts = [self.prompts.take(job.context) for _ in range(job.requests)]
         engine = self.llm.llm_engine
 
-        def submit(index: int, output: int) -> str:
-            name = f"load-{index:06d}"
-            parameters = self._parameters(output, filled, output_kind=RequestOutputKind.DELTA)
-            engine.add_request(name, {"prompt_token_ids": prompts[index]}, parameters)
-            return name
+        def run(name: str, part: Job) -> list[Trace]:
+            self.progress(f"making prompts of {part.requests} requests")
+            prompts = [self.prompts.take(part.context) for _ in range(part.requests)]
 
-        self.progress(f"{job.requests} requests")
-        return dict(summary(job, drive(engine, job, submit)))
+            def submit(index: int, output: int) -> str:
+                parameters = self._parameters(output, filled, output_kind=RequestOutputKind.DELTA)
+                engine.add_request(f"{name}-{index:06d}", {"prompt_token_ids": prompts[index]}, parameters)
+                return f"{name}-{index:06d}"
+
+            self.progress(f"{name} of {part.requests} requests")
+            return drive(engine, part, submit)
+
+        # Steps that mix prefill and decode, of which the engine has run none yet, load kernels and compile some.
+        shortest, longest = (min(bound, job.longest) for bound in WARM_OUTPUT)
+        context = job.context if filled else min(job.context, WARM_PROMPT)
+        few = replace(job, batch=min(job.batch, WARM_REQUESTS), context=context, requests=2 * WARM_REQUESTS, shortest=shortest, longest=longest, rate=0.0)
+        run("warm-up", few)
+        return dict(summary(job, run("measure", job)))

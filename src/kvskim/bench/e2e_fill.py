@@ -1,7 +1,9 @@
 """A KV connector for engines without weights: it fills the cache of requests that ask for it, so that no prefill is run, and leaves others alone.
 
-Keys and values are filled by vLLM's DecodeBenchConnector. kvskim's records are not filled with noise but made of the filled keys, as a prefill would
-have made them. A request asks with ``kv_transfer_params={"filled_tokens": N}`` in the ``extra_args`` of its sampling parameters.
+Keys and values are filled by vLLM's DecodeBenchConnector. What kvskim keeps beside them is not filled with noise: records are made of the filled keys, as a
+prefill would have made them, and where values are in host memory they are stored there.
+
+A request asks with ``kv_transfer_params={"filled_tokens": N}`` in the ``extra_args`` of its sampling parameters.
 """
 
 from __future__ import annotations
@@ -12,15 +14,19 @@ import torch
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import DecodeBenchConnector
 
-from kvskim.bench.page_slots import page_ends
+from kvskim.bench.e2e_plan import FILL_STD
+from kvskim.bench.page_slots import page_ends, token_slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-RECORDS_SUFFIX = ".kvskim_records"
+SIDE_LAYER = ".kvskim_"
+"""In the name of a cache that is neither keys nor values."""
 ENCODED_AT_ONCE = 65536
 """Pages in one call of encode."""
+STORED_AT_ONCE = 16384
+"""Tokens in one call of store."""
 
 
 class FillConnector(DecodeBenchConnector):
@@ -37,9 +43,9 @@ class FillConnector(DecodeBenchConnector):
         return max(0, min(wanted, request.num_tokens - 1) - num_computed_tokens), False
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Take note of the caches of keys and values; records are made, not filled."""
-        self._has_records = any(name.endswith(RECORDS_SUFFIX) for name in kv_caches)
-        super().register_kv_caches({name: cache for name, cache in kv_caches.items() if not name.endswith(RECORDS_SUFFIX)})
+        """Take note of the caches of keys and values; those of kvskim are not filled."""
+        self._has_records = any(SIDE_LAYER in name for name in kv_caches)
+        super().register_kv_caches({name: cache for name, cache in kv_caches.items() if SIDE_LAYER not in name})
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Fill the blocks of the requests that this step starts, then make their records."""
@@ -50,8 +56,18 @@ class FillConnector(DecodeBenchConnector):
 
         state = SkimState.find(self._config.compilation_config.static_forward_context)
         assert state is not None, "there are records, and no layer that they belong to"
+        size, device = self._config.cache_config.block_size, self._config.device_config.device
         for block_ids, tokens in self._get_connector_metadata().reqs_to_fill.values():
-            ends = torch.tensor(page_ends(block_ids[0], self._config.cache_config.block_size, tokens), dtype=torch.int64)
-            for part in ends.to(self._config.device_config.device).split(ENCODED_AT_ONCE):
+            ends = torch.tensor(page_ends(block_ids[0], size, tokens), dtype=torch.int64)
+            for part in ends.to(device).split(ENCODED_AT_ONCE):
                 for layer in state.layers.values():
                     state.encode(layer, part)
+            if state.host_values is not None:
+                self._store_values(state, torch.tensor(token_slots(block_ids[0], size, tokens), dtype=torch.int64).to(device))
+
+    def _store_values(self, state: Any, slots: Tensor) -> None:
+        """Random values for tokens whose values are in host memory."""
+        for layer in state.layers.values():
+            for part in slots.split(STORED_AT_ONCE):
+                shape = (len(part), layer.num_kv_heads, layer.head_size)
+                state.host_values.store(layer, torch.randn(shape, dtype=self._config.model_config.dtype, device=slots.device) * FILL_STD, part)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvskim.bench.geometries import GEOMETRIES, LONGEST
+from kvskim.engines.vllm.latent_model import is_latent
 from kvskim.errors import KvskimError
 
 DENSE, KVSKIM = "dense", "kvskim"
@@ -17,6 +18,8 @@ SIDES = (DENSE, KVSKIM)
 EXTRA_STEPS = 64
 """Decode steps that the time per token is taken over: the second output length minus the first."""
 LEAST_CONTEXT = 1024
+FILL_STD = 0.5
+"""Standard deviation of the keys and values that a cache is filled with; their mean is 0."""
 LOAD_PREFILL, LOAD_OUTPUT = "2048", "64,448"
 """Of load jobs where nothing else is asked for: prompt tokens computed, shortest and longest output."""
 QUICK_CASES = "1x16K,1x128K"
@@ -24,6 +27,7 @@ DEFAULT_CASES = {
     "glm4-9b-1m": "1x16K,1x128K,1x256K,1x1M,4x256K",
     "llama3.1-8b": "1x4K,1x16K,1x128K,4x128K,8x64K,32x16K,32x4K",
     "qwen3-8b": "1x4K,1x16K,1x128K,4x128K,32x16K",
+    "deepseek-v2-lite": "1x4K,1x16K,1x128K,16x64K",
 }
 """Decode cases where none are given; for other models `QUICK_CASES`."""
 _SIZE = re.compile(r"(\d+)([kKmM]?)")
@@ -34,8 +38,9 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 class Job:
     """One measurement of an engine.
 
-    ``kind``: ``decode`` (time per token of ``batch`` requests whose context ends at ``context`` tokens), ``ttft`` (time of the prefill of one prompt of
-    ``context`` tokens), or ``load`` (``batch`` requests of ``context`` prompt tokens in flight; the other fields belong to it).
+    ``kind``: ``decode`` (time per token of ``batch`` requests whose context ends at ``context`` tokens), ``profile`` (where the time of a step of such
+    requests goes), ``ttft`` (time of the prefill of one prompt of ``context`` tokens), or ``load`` (``batch`` requests of ``context`` prompt tokens in
+    flight; the other fields belong to it).
 
     ``requests`` in all; ``prefill``: prompt tokens that are computed, the others are filled in (-1: all are computed); ``shortest`` and ``longest``
     output in tokens; ``rate``: arrivals per second, 0 for as fast as ``batch`` stay in flight.
@@ -58,16 +63,16 @@ class Job:
     @property
     def title(self) -> str:
         shape = f"{self.batch} x {tokens_text(self.context)}"
-        return {"decode": shape, "ttft": f"prefill of {tokens_text(self.context)}", "load": f"load {shape}"}[self.kind]
+        return {"decode": shape, "ttft": f"prefill of {tokens_text(self.context)}", "load": f"load {shape}", "profile": f"profile of {shape}"}[self.kind]
 
     @property
     def tokens(self) -> int:
         """Most tokens of one request, prompt and output."""
-        return self.context + {"decode": 0, "ttft": 1, "load": self.longest}[self.kind]
+        return self.context + {"decode": 0, "profile": 0, "ttft": 1, "load": self.longest}[self.kind]
 
     @property
     def output_lengths(self) -> tuple[int, int]:
-        """The two output lengths of a decode measurement.
+        """The two output lengths of a decode measurement; a profile runs the longer one.
 
         Requests of a batch start one after the other, at worst one in each step: the shorter length is long enough for all of them to run together.
         """
@@ -124,6 +129,13 @@ def decode_jobs(cases: str | None, batch: str | None, context: str | None) -> li
     return jobs
 
 
+def profile_jobs(decode: Sequence[Job]) -> list[Job]:
+    """The profile of each decode job. Profiles come after everything else: what the profiler leaves behind in a process must slow down no measurement."""
+    if not decode:
+        raise KvskimError("--profile looks at decode cases, and there are none: give --cases")
+    return [Job("profile", job.batch, job.context) for job in decode]
+
+
 def ttft_jobs(lengths: str | None) -> list[Job]:
     """Jobs of ``--ttft``."""
     return [] if lengths is None else [Job("ttft", 1, length) for length in dict.fromkeys(parse_sizes(lengths, "--ttft"))]
@@ -169,17 +181,20 @@ def _load_job(shape: str, *, requests: int | None, prefill: str, output: str, ra
 
 @dataclass(frozen=True)
 class Model:
-    """What is loaded: ``name`` for tables; ``folder`` of its config.json, None for a geometry that is still to be written; ``positions`` it has."""
+    """What is loaded: ``name`` for tables; ``folder`` of its config.json, None for a geometry that is still to be written; ``positions`` it has;
+    ``latent``: it has latent attention (MLA); ``heads``: query heads, None where its config.json does not say."""
 
     name: str
     folder: Path | None
     positions: int
+    latent: bool = False
+    heads: int | None = None
 
 
 def find_model(text: str, *, real: bool) -> Model:
     """The geometry or the model folder that the user named."""
     if text in GEOMETRIES and not real:
-        return Model(text, None, LONGEST)
+        return Model(text, None, LONGEST, is_latent(GEOMETRIES[text]), GEOMETRIES[text]["num_attention_heads"])
     if text in GEOMETRIES:
         raise KvskimError(f"{text} is a geometry without weights: leave out --real, or give the folder of a model")
     config = Path(text, "config.json")
@@ -189,8 +204,15 @@ def find_model(text: str, *, real: bool) -> Model:
         settings = json.loads(config.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise KvskimError(f"{config} can't be read: {error}") from error
-    settings = settings.get("text_config") or settings
-    return Model(config.parent.resolve().name, config.parent.resolve(), int(settings.get("max_position_embeddings") or LONGEST))
+    inner = settings.get("text_config") or settings
+    positions = int(inner.get("max_position_embeddings") or LONGEST)
+    return Model(config.parent.resolve().name, config.parent.resolve(), positions, is_latent(settings), inner.get("num_attention_heads"))
+
+
+def check_tensor_parallel(model: Model, gpus: int) -> None:
+    """Refuse to split a model among more GPUs than its heads allow."""
+    if model.heads is not None and model.heads % gpus:
+        raise KvskimError(f"--tensor-parallel is {gpus}; {model.name} has {model.heads} query heads, which vLLM splits evenly: give a divisor of that")
 
 
 def check_positions(model: Model, jobs: Sequence[Job]) -> None:
@@ -202,13 +224,14 @@ def check_positions(model: Model, jobs: Sequence[Job]) -> None:
         raise KvskimError(f"{longest.title} needs {longest.tokens} positions, and {model.name} has {model.positions}: give shorter ones")
 
 
-def engine_arguments(jobs: Sequence[Job], *, real: bool, memory: float, blocks: int | None) -> dict[str, Any]:
+def engine_arguments(jobs: Sequence[Job], *, real: bool, memory: float, blocks: int | None, tensor_parallel: int = 1) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that one engine needs for all jobs, the same for both sides; without ``model``.
 
     Args:
         real: real weights and prefill. Else weights are dummy, and the cache of a request that asks for it is filled without prefill.
         memory: gpu_memory_utilization.
         blocks: num_gpu_blocks_override, None to let vLLM size the cache.
+        tensor_parallel: GPUs that share every layer.
     """
     longest = max(job.tokens for job in jobs)
     arguments: dict[str, Any] = dict(
@@ -221,8 +244,10 @@ def engine_arguments(jobs: Sequence[Job], *, real: bool, memory: float, blocks: 
         arguments["load_format"] = "dummy"
         arguments["kv_transfer_config"] = dict(
             kv_connector="FillConnector", kv_connector_module_path="kvskim.bench.e2e_fill", kv_role="kv_both",
-            kv_connector_extra_config=dict(fill_mean=0.0, fill_std=0.5),
+            kv_connector_extra_config=dict(fill_mean=0.0, fill_std=FILL_STD),
         )
     if blocks is not None:
         arguments["num_gpu_blocks_override"] = blocks
+    if tensor_parallel > 1:
+        arguments["tensor_parallel_size"] = tensor_parallel
     return arguments

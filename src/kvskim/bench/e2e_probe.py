@@ -1,4 +1,5 @@
-"""What `kvskim bench e2e` asks of a vLLM worker, through ``LLM.collective_rpc``: what the engine is made of, and what the last decode step attended.
+"""What `kvskim bench e2e` asks of a vLLM worker, through ``LLM.collective_rpc``: what the engine is made of, what the last decode step attended, and
+where the time of a step goes.
 
 Answers are JSON texts, which every vLLM can send between its processes.
 """
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvskim.bench.step_profiler import StepProfiler
 from kvskim.engines.vllm.report import last_step, start_block
 from kvskim.engines.vllm.state import SkimState
 
@@ -20,6 +22,7 @@ class BenchWorkerExtension:
 
     vllm_config: Any
     get_model: Any
+    kvskim_bench_profiler: StepProfiler
 
     def kvskim_bench_facts(self) -> str:
         """Weights, attention layers, kernels; see `engine_facts`."""
@@ -28,6 +31,18 @@ class BenchWorkerExtension:
     def kvskim_bench_activity(self) -> str:
         """What the last decode step attended; see `activity`."""
         return json.dumps(activity(_layers(self.vllm_config)))
+
+    def kvskim_bench_profile(self, requests: int) -> str:
+        """Record the next decode steps of so many requests; see `StepProfiler`."""
+        self.kvskim_bench_profiler = StepProfiler(self, requests)
+        return json.dumps({})
+
+    def kvskim_bench_profile_result(self) -> str:
+        """What was recorded, or ``error``: why nothing was."""
+        try:
+            return json.dumps(self.kvskim_bench_profiler.result())
+        except (RuntimeError, ValueError) as error:
+            return json.dumps({"error": str(error)})
 
 
 def _layers(vllm_config: Any) -> Mapping[str, Any]:

@@ -73,7 +73,7 @@ class Row:
     @property
     def measure(self) -> str:
         """The figure that is compared."""
-        return {"decode": "tpot_ms", "ttft": "ttft_ms", "load": "output_tokens_s"}[self.job.kind]
+        return {"decode": "tpot_ms", "ttft": "ttft_ms", "load": "output_tokens_s", "profile": "step_us"}[self.job.kind]
 
     def of(self, side: str, name: str | None = None) -> float | None:
         """A figure of a side; None where there is none."""

@@ -45,8 +45,14 @@ class Request:
     memory: float = 0.9
     blocks: int | None = None
     random_calibration: bool = True
+    tensor_parallel: int = 1
     timeout: float = 1800.0
     log: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the model in tables; times on several GPUs are compared with such times only."""
+        return self.model.name if self.tensor_parallel == 1 else f"{self.model.name} on {self.tensor_parallel} GPUs"
 
 
 @dataclass
@@ -109,9 +115,11 @@ def run(request: Request, progress: Progress, keep: Callable[[list[Run]], None] 
         settings = dict(request.settings, **({} if calibration is None else {"calibration": str(calibration)}))
         runs: list[Run] = []
         for side in request.sides:
-            arguments = engine_arguments(request.jobs, real=request.real, memory=request.memory, blocks=request.blocks)
+            arguments = engine_arguments(
+                request.jobs, real=request.real, memory=request.memory, blocks=request.blocks, tensor_parallel=request.tensor_parallel
+            )
             shown = None if side == DENSE else dict(request.settings)
-            runs.append(Run(side, request.model.name, "real" if request.real else "dummy", shown, machine, arguments))
+            runs.append(Run(side, request.name, "real" if request.real else "dummy", shown, machine, arguments))
             _measure(request, runs[-1], settings, str(model), folder, progress, lambda: keep(runs))
         return runs
 
@@ -136,7 +144,7 @@ def _measure(
     while left:
         spec = dict(
             task="measure", side=side, settings=None if side == DENSE else settings, llm=dict(found.arguments, model=model), real=request.real,
-            repetitions=request.repetitions, jobs=[asdict(job) for job in left.values()],
+            repetitions=request.repetitions, latent=request.model.latent, jobs=[asdict(job) for job in left.values()],
         )
         before, current = len(left), ""
         try:

@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvskim.bench.e2e_plan import DENSE, KVSKIM, tokens_text
+from kvskim.bench.e2e_profile_tables import profile_tables
 from kvskim.bench.e2e_report import Row, label, rows
 from kvskim.bench.e2e_run import Run
+from kvskim.bench.e2e_text import Table, figure, percent, text
 from kvskim.layout import PAGE_TOKENS, ceil_div
 
 
-def text(value: float | None, digits: int = 2, unit: str = "") -> str:
-    return "" if value is None else f"{value:.{digits}f}{unit}"
+def tables(runs: Sequence[Run], *, kernels: bool = False) -> list[Table]:
+    """What the runs say: one table for each kind of measurement that there is, one of the engines, and those of the profiles.
 
-
-def percent(value: float | None, digits: int = 1) -> str:
-    return "" if value is None else f"{100 * value:.{digits}f}%"
-
-
-def _figure(value: float | None, error: str, digits: int = 2) -> str:
-    return f"failed: {error}" if error else text(value, digits)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Columns and cells as text."""
-
-    title: str
-    columns: tuple[str, ...]
-    cells: Sequence[tuple[str, ...]]
-
-
-def tables(runs: Sequence[Run]) -> list[Table]:
-    """What the runs say: one table for each kind of measurement that there is, and one of the engines."""
-    by_kind: dict[str, list[Row]] = {"decode": [], "ttft": [], "load": []}
-    for row in rows(runs):
+    Args:
+        runs: what was measured.
+        kernels: also the kernels of each profile, dozens of lines.
+    """
+    found = rows(runs)
+    by_kind: dict[str, list[Row]] = {"decode": [], "ttft": [], "load": [], "profile": []}
+    for row in found:
         by_kind[row.job.kind].append(row)
     made = [_decode_table(by_kind["decode"]), _ttft_table(by_kind["ttft"]), _load_table(by_kind["load"]), _engine_table(runs)]
-    return [table for table in made if table.cells]
+    return [table for table in made if table.cells] + profile_tables(found, kernels=kernels)
 
 
 def _decode_table(found: Sequence[Row]) -> Table:
@@ -48,7 +34,7 @@ def _decode_table(found: Sequence[Row]) -> Table:
     )
     cells = [
         (
-            row.model, row.selector, row.job.title, _figure(row.of(DENSE), row.dense_error), _figure(row.of(KVSKIM), row.kvskim_error),
+            row.model, row.selector, row.job.title, figure(row.of(DENSE), row.dense_error), figure(row.of(KVSKIM), row.kvskim_error),
             text(row.speedup, 2, "x"), text(row.roofline_speedup, 2, "x"), text(row.dense_floor_ms), text(row.kvskim_floor_ms),
             text(row.of(DENSE, "tokens_s"), 0), text(row.of(KVSKIM, "tokens_s"), 0), text(row.pages, 1),
             percent(None if row.pages is None else row.pages / ceil_div(row.job.context, PAGE_TOKENS)), percent(row.covered),
@@ -61,7 +47,7 @@ def _decode_table(found: Sequence[Row]) -> Table:
 def _ttft_table(found: Sequence[Row]) -> Table:
     cells = [
         (
-            row.model, row.selector, tokens_text(row.job.context), _figure(row.of(DENSE), row.dense_error, 1), _figure(row.of(KVSKIM), row.kvskim_error, 1),
+            row.model, row.selector, tokens_text(row.job.context), figure(row.of(DENSE), row.dense_error, 1), figure(row.of(KVSKIM), row.kvskim_error, 1),
             percent(None if row.speedup is None else 1 / row.speedup - 1, 2),
         )
         for row in found
@@ -84,7 +70,7 @@ def _load_table(found: Sequence[Row]) -> Table:
                 continue
             figures = [text(row.of(side, name), 1) for name in ("itl_p50_ms", "itl_p99_ms", "ttft_p50_ms", "ttft_p99_ms")]
             cells.append((
-                row.model, row.selector, shape, "all" if job.prefill < 0 else str(job.prefill), side, _figure(row.of(side), error, 0),
+                row.model, row.selector, shape, "all" if job.prefill < 0 else str(job.prefill), side, figure(row.of(side), error, 0),
                 text(row.speedup, 2, "x") if side == KVSKIM else "", text(row.of(side, "total_tokens_s"), 0), *figures, text(row.of(side, "most_decoding"), 0),
             ))
     return Table("Under load", columns, cells)
@@ -124,7 +110,7 @@ def markdown(runs: Sequence[Run]) -> str:
         f"{machine['gpu']}, torch {machine['torch']}, vLLM {', '.join(versions) or 'not started'}, copy bandwidth {machine['copy_bandwidth'] / 1e12:.2f} TB/s "
         f"(read and write). Weights: {', '.join(sorted({run.weights for run in runs}))}."
     ]
-    for table in tables(runs):
+    for table in tables(runs, kernels=True):
         lines += ["", f"### {table.title}", "", f"| {' | '.join(table.columns)} |", "|" + "---|" * len(table.columns)]
         lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table.cells]
     return "\n".join(lines) + "\n"

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvskim.bench.e2e_plan import DENSE, Job
 from kvskim.config import publish
+from kvskim.engines.vllm.latent_model import backend_name
 
 Emit = Callable[..., None]
 
@@ -51,6 +52,9 @@ def measure(spec: Mapping[str, Any], emit: Emit) -> None:
     dense = spec["side"] == DENSE
     # Read by vLLM's processes and by kvskim's plugin in them, before either is imported.
     publish("KVSKIM_DISABLE", "1" if dense else "0")
+    if spec["latent"] and not dense:
+        # Only where it is configured does kvskim take the place of a backend of vLLM's.
+        publish("KVSKIM_CONFIG", json.dumps(spec["settings"]))
     import vllm
     from kvskim.bench.e2e_engine import EngineBench, Prompts
     from vllm import LLM
@@ -59,7 +63,7 @@ def measure(spec: Mapping[str, Any], emit: Emit) -> None:
     # The dense engine takes what vLLM chooses on this GPU.
     arguments = dict(spec["llm"])
     if not dense:
-        arguments.update(attention_backend="CUSTOM", additional_config={"kvskim": spec["settings"]})
+        arguments.update(attention_backend=backend_name(latent=spec["latent"]), additional_config={"kvskim": spec["settings"]})
     started = time.perf_counter()
     llm = LLM(**arguments)
     start_s = time.perf_counter() - started

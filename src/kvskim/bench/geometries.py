@@ -13,10 +13,8 @@ from typing import Any
 
 LONGEST = 1 << 20
 
-_COMMON: dict[str, Any] = dict(
-    hidden_act="silu", head_dim=128, hidden_size=4096, num_attention_heads=32, tie_word_embeddings=False, torch_dtype="bfloat16",
-    max_position_embeddings=LONGEST,
-)
+_EVERY: dict[str, Any] = dict(hidden_act="silu", tie_word_embeddings=False, torch_dtype="bfloat16", max_position_embeddings=LONGEST)
+_COMMON: dict[str, Any] = dict(_EVERY, head_dim=128, hidden_size=4096, num_attention_heads=32)
 GEOMETRIES: Mapping[str, Mapping[str, Any]] = {
     "glm4-9b-1m": dict(
         _COMMON, architectures=["GlmForCausalLM"], model_type="glm", attention_bias=True, intermediate_size=13696, num_hidden_layers=40,
@@ -31,6 +29,14 @@ GEOMETRIES: Mapping[str, Mapping[str, Any]] = {
         _COMMON, architectures=["Qwen3ForCausalLM"], model_type="qwen3", attention_bias=False, intermediate_size=12288, num_hidden_layers=36,
         num_key_value_heads=8, rms_norm_eps=1e-6, rope_theta=1e6, vocab_size=151936, bos_token_id=151643, eos_token_id=151645, use_sliding_window=False,
         sliding_window=None,
+    ),
+    # Latent attention and experts.
+    "deepseek-v2-lite": dict(
+        _EVERY, architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", attention_bias=False, hidden_size=2048, intermediate_size=10944,
+        num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1,
+        moe_layer_freq=1, n_group=1, topk_group=1, topk_method="greedy", scoring_func="softmax", norm_topk_prob=False, routed_scaling_factor=1.0,
+        rms_norm_eps=1e-6, rope_theta=1e4, vocab_size=102400, bos_token_id=100000, eos_token_id=100001,
     ),
 }
 

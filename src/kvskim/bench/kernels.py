@@ -6,6 +6,7 @@ import gc
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ import torch
 from kvskim.bench import flash_attention, problem
 from kvskim.bench.problem import Cache, Records, Shape
 from kvskim.bench.timing import Launch, copy_bandwidth, time_eager, time_graph
+from kvskim.bench.whole_step import StepProblem, workspace
+from kvskim.errors import KvskimError
 from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.attend import attend
 from kvskim.ops.encode import encode
 from kvskim.ops.score import score
 from kvskim.ops.select import select
-from kvskim.ops.step import StepSettings, decode_step
-from kvskim.ops.workspace import Workspace
 from kvskim.rules import RuleParameters
 
 BUDGET = RuleParameters(rule="budget", budget_pages=128, min_pages=0)
@@ -28,6 +29,8 @@ THRESHOLD = RuleParameters(rule="threshold", tau=0.007)
 SHAPE_16K, SHAPE_128K = Shape(1, 16 << 10, 8, 4), Shape(1, 128 << 10, 8, 4)
 SHAPE_8X128K, SHAPE_1M = Shape(8, 128 << 10, 8, 4), Shape(1, 1 << 20, 4, 8)
 SHAPE_8K, SHAPE_32X8K = Shape(1, 8 << 10, 8, 4), Shape(32, 8 << 10, 8, 4)
+LATENT_SHAPES = [Shape(requests, context << 10, 1, heads, 576, 512) for heads in (16, 128) for requests, context in ((1, 128), (16, 64))]
+"""Latent rows of DeepSeek V2 and V3; 16 and 128 query heads."""
 
 
 @dataclass
@@ -63,11 +66,21 @@ class KernelBench:
         kernels: cuda or triton: what is measured.
         twin: also measure the Triton twin where ``kernels`` is cuda.
         quick: fewer shapes and repetitions.
+        only: measure the cases whose title contains this.
         progress: called with a line before each case.
+
+    Raises:
+        KvskimError: no case has such a title.
     """
 
-    def __init__(self, kernels: str = "cuda", twin: bool = True, quick: bool = False, progress: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, kernels: str = "cuda", twin: bool = True, quick: bool = False, only: str = "", progress: Callable[[str], None] = print
+    ) -> None:
         self.kernels, self.twin, self.quick, self.progress = kernels, twin, quick, progress
+        titles = [title for title, _ in self.cases()]
+        self.only = only
+        if not any(only in title for title in titles):
+            raise KvskimError(f"--only is {only!r}, and no case has it in its title; the titles are: {'; '.join(titles)}")
         self.repetitions = 5 if quick else 9
         self.bandwidth = copy_bandwidth()
         self.dense_reason = flash_attention.available()
@@ -98,12 +111,6 @@ class KernelBench:
         torch.cuda.empty_cache()
         return first
 
-    def workspace(self, shape: Shape, rule: RuleParameters, kernels: str) -> Workspace:
-        return Workspace(
-            max_requests=shape.requests, num_kv_heads=shape.heads, group=shape.group, head_dim=shape.dim, page_capacity=shape.pages, rule=rule,
-            sink_pages=1, window_pages=1, device="cuda", kernels=kernels,
-        )
-
     # ------------------------------------------------------------------ operations
     def bench_score(self, shape: Shape, selector_name: str = "sketch") -> None:
         selector = problem.selector_by_name(selector_name)
@@ -113,7 +120,7 @@ class KernelBench:
         keys = torch.randn(records.pool.shape[0], PAGE_TOKENS, shape.heads, shape.dim, dtype=torch.bfloat16, device="cuda") * 0.5
 
         def make(kernels: str) -> list[Launch]:
-            w = self.workspace(shape, BUDGET, kernels)
+            w = workspace(shape, BUDGET, kernels)
             b = w.buffers(shape.requests)
 
             def launch(table: torch.Tensor) -> Launch:
@@ -131,7 +138,7 @@ class KernelBench:
     def _bench_score_alone(self, shape: Shape, tables: Any, query: torch.Tensor, keys: torch.Tensor, records: Records, lengths: torch.Tensor) -> None:
         from kvskim.ops.cuda import score_sketch as cuda
 
-        w = self.workspace(shape, BUDGET, "cuda")
+        w = workspace(shape, BUDGET, "cuda")
         b = w.buffers(shape.requests)
         prepared = (tables.query_matrix, tables.slot_coefficient, tables.slot_digit, tables.mean)
         cuda.prepare_sketch(query, keys, *prepared, records.block_tables[0], lengths, w.sketch_weights, b.base, b.forced, shape.scale, 0.0, 1.0, 1, 1, 0, 0)
@@ -149,21 +156,17 @@ class KernelBench:
         flags = cuda.OVERLAP_PREVIOUS | cuda.RECORDS_SETTLED
         self.measure("score sketch, scan alone, overlapped", shape, launches(flags), records.bytes_per_set, twin=False)
 
-    def bench_select(self, shape: Shape, rule: RuleParameters) -> None:
+    def bench_select(self, shape: Shape, rule: RuleParameters, near_equal: bool = False) -> None:
         sets = 8
         lengths = problem.seq_lens(shape)
         ready = torch.ones(1, dtype=torch.int32, device="cuda")
 
         def make(kernels: str) -> list[Launch]:
-            workspaces = [self.workspace(shape, rule, kernels) for _ in range(sets)]
+            workspaces = [workspace(shape, rule, kernels) for _ in range(sets)]
             out: list[Launch] = []
             for w in workspaces:
                 b = w.buffers(shape.requests)
-                b.scores.normal_(-9.0, 2.5)
-                b.base.zero_()
-                b.forced.zero_()
-                terms = torch.exp(b.scores[:, :, 1:-1].float()).sum(2) / b.partials.shape[2]
-                b.partials.copy_(terms[:, :, None].expand_as(b.partials))
+                problem.fill_scores(b.scores, b.base, b.forced, b.partials, near_equal)
                 keys = torch.empty(*b.scores.shape[:3], dtype=torch.float32, device="cuda") if kernels == "triton" else None
 
                 def launch(b: Any = b, keys: Any = keys) -> None:
@@ -175,8 +178,8 @@ class KernelBench:
                 out.append(launch)
             return out
 
-        nbytes = 2 * shape.requests * shape.heads * shape.pages * self.workspace(shape, rule, "cuda").columns
-        self.measure(f"select {rule.rule}", shape, make, nbytes)
+        nbytes = 2 * shape.requests * shape.heads * shape.pages * workspace(shape, rule, "cuda").columns
+        self.measure(f"select {rule.rule}{', near-equal scores' if near_equal else ''}", shape, make, nbytes)
 
     def bench_attend(self, shape: Shape, pages: int | None) -> None:
         """``pages`` None: all pages selected, against dense FlashAttention-3."""
@@ -192,7 +195,7 @@ class KernelBench:
         counts = torch.full((shape.requests, shape.heads), count, dtype=torch.int32, device="cuda")
 
         def make(kernels: str) -> list[Launch]:
-            w = self.workspace(shape, rule, kernels)
+            w = workspace(shape, rule, kernels)
 
             def launch(i: int) -> Launch:
                 block_table, table = cache.block_tables[i % len(cache.block_tables)], tables[i % len(tables)]
@@ -212,39 +215,22 @@ class KernelBench:
             row.baseline = self.dense_reason
             return
         row.baseline = "FlashAttention-3 dense"
-        out = torch.empty_like(query)
-        launches = [flash_attention.dense_decode(query, cache.keys, cache.values, t, lengths, shape.scale, out) for t in cache.block_tables]
+        # Dense launches read much more than sparse ones: a few sets are larger than the L2 cache.
+        tables = cache.block_tables[:8]
+        launches: list[Launch]
+        if shape.latent:
+            launches = [flash_attention.dense_latent_decode(query, cache.keys, shape.latent, t, lengths, shape.scale) for t in tables]
+        else:
+            out = torch.empty_like(query)
+            launches = [flash_attention.dense_decode(query, cache.keys, cache.values, t, lengths, shape.scale, out) for t in tables]
         row.baseline_us = time_graph(launches, self.repetitions).median
 
     def bench_step(self, shape: Shape, rule: RuleParameters, label: str, selector_name: str = "sketch") -> None:
         """Score, select and attend in a row, against dense FlashAttention-3."""
-        selector = problem.selector_by_name(selector_name)
-        cache = Cache(shape)
-        records = Records(selector, shape, most_sets=len(cache.block_tables), smallest_bytes=0)
-        pool = records.pool
-        if pool.shape[0] < cache.keys.shape[0]:
-            pool = torch.cat([pool, pool[: cache.keys.shape[0] - pool.shape[0]]])
-        query, lengths = problem.query(shape), problem.seq_lens(shape)
-        ready, out = torch.ones(1, dtype=torch.int32, device="cuda"), torch.empty_like(query)
-
-        def make(kernels: str) -> list[Launch]:
-            w = self.workspace(shape, rule, kernels)
-            settings = StepSettings(
-                selector, problem.tables_of(selector, shape), rule, 1, 1, shape.scale, kernels=kernels, overlap=kernels == "cuda", settled=True  # type: ignore[arg-type]
-            )
-            b = w.buffers(shape.requests)
-
-            def launch(table: torch.Tensor) -> Launch:
-                return lambda: decode_step(
-                    settings, query, cache.keys, cache.values, pool, table, lengths, ready=ready, workspace=w, buffers=b, out=out
-                )
-
-            return [launch(t) for t in cache.block_tables]
-
-        nbytes = shape.requests * shape.heads * (shape.pages * selector.record_bytes(shape.dim) + 128 * 64 * shape.dim)
-        row = self.measure(f"whole step {selector_name}, {label}", shape, make, nbytes, twin=False, eager=True)
+        step = StepProblem(problem.selector_by_name(selector_name), shape, rule)
+        row = self.measure(f"whole step {selector_name}, {label}", shape, step.launches, step.read_bytes, twin=False, eager=True)
         if row is not None:
-            self._dense_baseline(row, shape, cache, query, lengths)
+            self._dense_baseline(row, shape, step.cache, step.query, step.lengths)
 
     def bench_encode(self, shape: Shape, selector_name: str = "sketch") -> None:
         """Record every page of a prompt of ``context`` tokens."""
@@ -267,32 +253,37 @@ class KernelBench:
             )
 
     # ------------------------------------------------------------------ the list
-    def cases(self) -> Iterator[Callable[[], None]]:
+    def cases(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """All cases, each with the title that `only` looks at."""
         shapes = [SHAPE_16K, SHAPE_8X128K] if self.quick else [SHAPE_16K, SHAPE_128K, SHAPE_8X128K, SHAPE_1M]
         for shape in shapes:
-            yield lambda shape=shape: self.bench_score(shape)  # type: ignore[misc]
+            yield f"score, {shape}", partial(self.bench_score, shape)
         for shape in shapes:
             for rule in (THRESHOLD, BUDGET):
-                yield lambda shape=shape, rule=rule: self.bench_select(shape, rule)  # type: ignore[misc]
+                yield f"select {rule.rule}, {shape}", partial(self.bench_select, shape, rule)
+                yield f"select {rule.rule}, near-equal scores, {shape}", partial(self.bench_select, shape, rule, True)
         for shape in (SHAPE_16K, SHAPE_8X128K):
-            yield lambda shape=shape: self.bench_attend(shape, 128)  # type: ignore[misc]
+            yield f"attend, {shape}", partial(self.bench_attend, shape, 128)
         for shape in (SHAPE_8K, SHAPE_32X8K):
-            yield lambda shape=shape: self.bench_attend(shape, None)  # type: ignore[misc]
-        for shape in shapes:
-            yield lambda shape=shape: self.bench_step(shape, BUDGET, "128 pages")  # type: ignore[misc]
-        yield lambda: self.bench_encode(Shape(1, 100_000 // 16 * 16, 8, 4))
+            yield f"attend all pages, {shape}", partial(self.bench_attend, shape, None)
+        for shape in [*shapes, *(LATENT_SHAPES[:1] if self.quick else LATENT_SHAPES)]:
+            yield f"whole step, {shape}", partial(self.bench_step, shape, BUDGET, "128 pages")
+        prompt = Shape(1, 100_000 // 16 * 16, 8, 4)
+        yield f"encode, {prompt}", partial(self.bench_encode, prompt)
         if not self.quick:
             for name in ("rki4", "quad", "clse", "r8", "minmax", "mean"):
-                yield lambda name=name: self.bench_score(SHAPE_128K, name)  # type: ignore[misc]
-                yield lambda name=name: self.bench_encode(Shape(1, 16 << 10, 8, 4), name)  # type: ignore[misc]
+                yield f"score {name}, {SHAPE_128K}", partial(self.bench_score, SHAPE_128K, name)
+                yield f"encode {name}, {SHAPE_16K}", partial(self.bench_encode, SHAPE_16K, name)
 
     def run(self) -> list[Row]:
-        for case in self.cases():
+        for title, case in self.cases():
+            if self.only not in title:
+                continue
             try:
                 case()
             except Exception as error:  # setting up a case failed: the report must say so
                 self.progress(traceback.format_exc())
-                self.rows.append(Row("set-up", "", self.kernels, error=f"{type(error).__name__}: {error}"))
+                self.rows.append(Row(f"set-up of {title}", "", self.kernels, error=f"{type(error).__name__}: {error}"))
             gc.collect()
             torch.cuda.empty_cache()
         return self.rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-Launch = Callable[[], None]
+Launch = Callable[[], object]
 
 
 @dataclass(frozen=True)

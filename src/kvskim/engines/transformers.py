@@ -109,7 +109,8 @@ class Host:
             options: of `kvskim.calibration.fit_layer`.
 
         Raises:
-            CalibrationError: the prompts are too short.
+            CalibrationError: the prompts are too short, or no samples of them were taken, because the layers have a calibration already, need none, or
+                the prompts were prefilled before `enable`.
         """
         for state in self.layers():
             if state.dense_reason is not None:
@@ -118,7 +119,7 @@ class Host:
                 progress(state.name)
             layers = [cache.layers[state.index] for cache in caches]
             if not state.fit(layers, [[0] * layer.keys.shape[0] for layer in layers], least_tokens=2 * PAGE_TOKENS, **options):
-                raise CalibrationError("the text is too short to calibrate on: give at least a few hundred tokens")
+                raise CalibrationError(_why_not_fitted(state, any(layer.queries for layer in layers)))
             state.settings = None
         calibration = self.calibration()
         assert calibration is not None
@@ -218,6 +219,21 @@ def cache_keyword(model: nn.Module) -> str:
     """The name that the model's forward call gives its cache argument; it differs between versions of transformers."""
     names = inspect.signature(model.forward).parameters
     return next((name for name in _CACHE_ARGUMENTS if name in names), _CACHE_ARGUMENTS[0])
+
+
+def _why_not_fitted(state: SkimAttention, sampled: bool) -> str:
+    """Why a layer could not be fitted, and what helps. ``sampled``: whether samples of the prompts were taken."""
+    if sampled:
+        return "the text is too short to calibrate on: give at least a few hundred tokens"
+    capture = "set `capture` of each of `Host.layers()` to True before the prompts are prefilled"
+    if state.calibration is not None:
+        return (
+            f"the layer {state.name} has a calibration already (one that was kept for this model, given to `enable`, or fitted at a decode step), so no "
+            f"samples of these prompts were taken: use the one that `Host.calibration` returns, or {capture}"
+        )
+    if not state.selector.needs_calibration:
+        return f"the selector {state.config.selector!r} needs no calibration, so no samples of these prompts were taken: leave this out, or {capture}"
+    return f"the layer {state.name} has no samples of these prompts: prefill them after `enable`"
 
 
 def _states(model: nn.Module) -> list[SkimAttention]:

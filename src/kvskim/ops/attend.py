@@ -63,14 +63,15 @@ def attend(
         scratch: see `AttendScratch`; not needed by torch.
         kernels: cuda, triton or torch. What the CUDA kernel does not serve at all, values of another width than the keys and groups of more
             than 16 query heads, the Triton kernels attend under "cuda" too.
-        overlap_previous: CUDA only: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch).
+        overlap_previous: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch): the CUDA
+            kernel, and the Triton kernels of latent attention.
 
     Raises:
         ValueError: an argument has another shape, dtype, stride or device than said here.
 
     Allocates nothing and never waits for the device (cuda, triton); safe in CUDA graphs.
     """
-    _check(query, key_cache, value_cache, block_table, seq_lens, pages, counts, softcap, out, lse)
+    check_arguments(query, key_cache, value_cache, block_table, seq_lens, pages, counts, softcap, out, lse)
     if kernels == "torch":
         attend_torch(
             query, key_cache, value_cache, block_table, seq_lens, pages, counts,
@@ -83,18 +84,15 @@ def attend(
         raise ValueError(f"the {kernels} kernels of attend need scratch buffers; pass scratch")
     if query.shape[0] == 0:
         return
-    plan = _plan(query, key_cache, value_cache, block_table)
-    splits = _check_kernels(query, key_cache, out, scratch, plan.splits)
+    plan = plan_of(query, key_cache, value_cache, block_table)
+    splits = check_splits(query, key_cache, out, scratch, plan.splits)
     if attending_kernels(kernels, query.shape[1] // key_cache.shape[2], query.shape[2], value_cache.shape[3]) == "cuda":
         from kvskim.ops.cuda.attend import attend_cuda
 
-        _check_cuda(query, key_cache, value_cache, out)
-        capacity = block_table.shape[1] * (key_cache.shape[1] // PAGE_TOKENS)
-        # Long page tables are rare: rows that attend more pages than a table holds attend all, and are short or not calibrated yet.
-        sizes = (query.shape[0], key_cache.shape[2], min(capacity, max(pages.shape[2], USUAL_PAGES)), _multiprocessors(query.device))
+        check_cuda(query, key_cache, value_cache, out)
         attend_cuda(
             query, key_cache, value_cache, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials, scratch.attend_tickets,
-            splits, plan.pages_per_split, attend_cluster(*sizes), scale, softcap, k_scale, v_scale, overlap_previous,
+            splits, plan.pages_per_split, cluster_of(query, key_cache, block_table, pages), scale, softcap, k_scale, v_scale, overlap_previous,
         )
     else:
         from kvskim.ops.triton.attend import attend_triton
@@ -102,6 +100,7 @@ def attend(
         attend_triton(
             query, key_cache, value_cache, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials,
             splits, plan.pages_per_split, scale, softcap, k_scale, v_scale, shares_rows(key_cache, value_cache),
+            overlap_previous,
         )
 
 
@@ -117,24 +116,39 @@ def shares_rows(key_cache: Tensor, value_cache: Tensor) -> bool:
     )
 
 
-def _plan(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor) -> AttendPlan:
+def plan_of(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor) -> AttendPlan:
+    """Shares of the work of one call; see `kvskim.ops.attend_plan.attend_plan`."""
     heads = key_cache.shape[2]
     capacity = block_table.shape[1] * (key_cache.shape[1] // PAGE_TOKENS)
     share = LATENT_SHARE if shares_rows(key_cache, value_cache) else SHORT_SHARE
-    return attend_plan(query.shape[0], heads * head_blocks(query.shape[1] // heads), capacity, _multiprocessors(query.device), share)
+    return attend_plan(query.shape[0], heads * head_blocks(query.shape[1] // heads), capacity, multiprocessor_count(query.device), share)
+
+
+def cluster_of(query: Tensor, key_cache: Tensor, block_table: Tensor, pages: Tensor) -> int:
+    """Thread blocks of the CUDA kernel that share a (request, kv head)."""
+    capacity = block_table.shape[1] * (key_cache.shape[1] // PAGE_TOKENS)
+    # Long page tables are rare: rows that attend more pages than a table holds attend all, and are short or not calibrated yet.
+    longest = min(capacity, max(pages.shape[2], USUAL_PAGES))
+    return attend_cluster(query.shape[0], key_cache.shape[2], longest, multiprocessor_count(query.device))
 
 
 @functools.lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessor_count(device: torch.device) -> int:
+    """Of a GPU; 1 for a CPU."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _check(
+def check_arguments(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor,
     softcap: float, out: Tensor, lse: Tensor | None,
 ) -> None:
+    """What all implementations need of the arguments of `attend`.
+
+    Raises:
+        ValueError: see `attend`.
+    """
     if query.dim() != 3:
         raise ValueError(f"query has shape {tuple(query.shape)}; expected [requests, query heads, head dim]")
     requests, query_heads, dim = query.shape
@@ -181,7 +195,7 @@ def _check(
             raise ValueError(f"{name} is on {tensor.device} and query on {query.device}; all tensors must be on one device")
 
 
-def _check_kernels(query: Tensor, key_cache: Tensor, out: Tensor, scratch: AttendScratch, splits: int) -> int:
+def check_splits(query: Tensor, key_cache: Tensor, out: Tensor, scratch: AttendScratch, splits: int) -> int:
     """The number of splits, or fewer when a block table wider than the scratch was sized for asks for more than fit."""
     requests, query_heads, dim = out.shape
     heads = key_cache.shape[2]
@@ -201,7 +215,12 @@ def _check_kernels(query: Tensor, key_cache: Tensor, out: Tensor, scratch: Atten
     return min(splits, partials.numel() // least)
 
 
-def _check_cuda(query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor) -> None:
+def check_cuda(query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor) -> None:
+    """What the CUDA kernel needs besides.
+
+    Raises:
+        ValueError: the query is of another type or head dim than it is compiled for, or rows are not aligned.
+    """
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"query is {query.dtype}; the CUDA kernel takes bfloat16 and float16")
     if query.shape[2] not in CUDA_HEAD_DIMS:
@@ -215,4 +234,4 @@ def _check_cuda(query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tens
 def required_partials(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor) -> int:
     """Elements of ``scratch.attend_partials`` that a call with these tensors needs."""
     requests, query_heads, _ = query.shape
-    return requests * query_heads * _plan(query, key_cache, value_cache, block_table).splits * (value_cache.shape[3] + 2)
+    return requests * query_heads * plan_of(query, key_cache, value_cache, block_table).splits * (value_cache.shape[3] + 2)

@@ -37,6 +37,9 @@ def _choose(asked: str, device_type: str, device_index: int | None) -> Choice:
 
     if asked in ("auto", "cuda"):
         available, reason = availability(device_index)
+        # What a compiler says is many lines.
+        first, *more = reason.splitlines()
+        reason = f"{first.rstrip(':')}; `kvskim build` shows why" if more else first
         if available:
             return Choice("cuda", f"CUDA kernels ({reason})")
         if asked == "cuda":

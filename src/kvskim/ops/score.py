@@ -39,10 +39,17 @@ def sketch_scratch_bytes(requests: int, heads: int, group: int, record_bytes: in
     return requests * heads * padded_group(group) * (4 * record_bytes + 128)
 
 
-def scorer(selector: Any, kernels: str, head_dim: int, group: int = 1) -> str:
-    """Which kernels really score: "cuda" has a scorer for 256-byte sketch records and groups of up to 16, Triton scores everything else under it."""
-    served = selector.name == "sketch" and selector.record_bytes(head_dim) == CUDA_RECORD_BYTES and group <= CUDA_GROUP
-    return "triton" if kernels == "cuda" and not served else kernels
+def scorer(selector: Any, kernels: str, head_dim: int, group: int = 1, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Which kernels really score: under "cuda" Triton scores what has no CUDA kernel: larger groups, records of another form, see `form_of`."""
+    if kernels != "cuda":
+        return kernels
+    if selector.name == "sketch":
+        served = selector.record_bytes(head_dim) == CUDA_RECORD_BYTES and group <= CUDA_GROUP
+    else:
+        from kvskim.ops.cuda.score_pages import form_of
+
+        served = form_of(selector, head_dim, group, dtype) is not None
+    return "cuda" if served else "triton"
 
 
 def chunk_count(requests: int, heads: int, group: int, page_capacity: int, multiprocessors: int, kernels: str) -> int:
@@ -59,7 +66,7 @@ def chunk_count(requests: int, heads: int, group: int, page_capacity: int, multi
 def score(
     selector: Any, tables: Any, query: Tensor, key_cache: Tensor, records: Tensor, block_table: Tensor, seq_lens: Tensor, *, scale: float, softcap: float = 0.0,
     sink_pages: int, window_pages: int, k_scale: float = 1.0, scores: Tensor, base: Tensor, forced: Tensor, partials: Tensor,
-    scratch: ScoreScratch | None, kernels: str, full_pages: int = 0, overlap: bool = False, settled: bool = False,
+    scratch: ScoreScratch | None, kernels: str, full_pages: int = 0, overlap: bool = False, overlap_first: bool = True, settled: bool = False,
 ) -> None:
     """Score the pages of every request of a decode batch.
 
@@ -75,12 +82,13 @@ def score(
         base, forced: float32 ``[R, H, padded group]``, written.
         partials: float32 ``[R, H, chunks, padded group]``, written for chunks that have a tile; chunks from `chunk_count`.
         scratch: needed by the CUDA and Triton kernels of the sketch.
-        kernels: cuda, triton or torch. Selectors other than sketch, and groups of more than 16 query heads, have no CUDA scorer; with "cuda"
-            their Triton kernels run.
+        kernels: cuda, triton or torch. What has no CUDA kernel, see `scorer`, is scored by Triton under "cuda".
         full_pages: a request of at most so many pages is attended whole, so nothing need be written for it; the CUDA kernels leave it alone.
         overlap: CUDA only: launch before the preceding kernel has ended (programmatic dependent launch).
+        overlap_first: with ``overlap``: the first launch, which prepares the query, too.
         settled: with ``overlap``: records of candidate pages, block table and lengths were complete before the chain of overlapped launches
             began, so they may be read ahead. That holds in a step of decode rows of one token: a page that it completes is in the window of its row.
+            For a row whose last token begins a page the last full page may be new all the same; the kernel waits for its record.
             What the preceding kernel may write, queries and keys of the open page, is never read ahead.
 
     Raises:
@@ -102,9 +110,10 @@ def score(
         from kvskim.ops.cuda import score_sketch as cuda
 
         flags = (cuda.OVERLAP_PREVIOUS | (cuda.RECORDS_SETTLED if settled else 0)) if overlap else 0
+        first_flags = flags if overlap_first else 0
         cuda.prepare_sketch(
             query, key_cache, tables.query_matrix, tables.slot_coefficient, tables.slot_digit, tables.mean, block_table, seq_lens,
-            scratch.sketch_weights, base, forced, scale, softcap, k_scale, sink_pages, window_pages, full_pages, flags,
+            scratch.sketch_weights, base, forced, scale, softcap, k_scale, sink_pages, window_pages, full_pages, first_flags,
         )
         cuda.score_sketch(
             records, block_table, seq_lens, scratch.sketch_weights, forced, scores, partials, query.shape[1] // key_cache.shape[2],
@@ -115,6 +124,19 @@ def score(
 
         score_sketch(tables, query, key_cache, records, block_table, seq_lens, **common, **outputs, scratch=scratch)
     elif isinstance(tables, PageTables):
+        group = query.shape[1] // key_cache.shape[2]
+        # The CUDA kernel copies 16 bytes at a time, and may not read past the last record.
+        if scorer(selector, kernels, query.shape[2], group, query.dtype) == "cuda" and records.numel() % 16 == 0:
+            from kvskim.ops.cuda.score_pages import form_of, record_offsets
+            from kvskim.ops.cuda.score_pages import score_pages as score_pages_cuda
+            from kvskim.ops.triton.forced import forced_mass
+
+            forced_mass(query, key_cache, block_table, seq_lens, tables.offset, **common, forced=forced, base=base)
+            score_pages_cuda(
+                form_of(selector, query.shape[2], group, query.dtype), query, records, block_table, seq_lens, forced, scores, partials, group,
+                key_cache.shape[1], sink_pages, window_pages, full_pages, getattr(selector, "rank", 0), record_offsets(selector, query.shape[2]), scale,
+            )
+            return
         from kvskim.ops.triton.score_pages import score_pages
 
         score_pages(selector, tables, query, key_cache, records, block_table, seq_lens, **common, **outputs)

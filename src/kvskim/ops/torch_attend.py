@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,17 @@ def attend_torch(
     scale: float, softcap: float, k_scale: float, v_scale: float, out: Tensor, lse: Tensor | None,
 ) -> None:
     """Same arguments and results as `kvskim.ops.attend.attend`. Computes in float32, or in float64 when the query is float64."""
+    attend_rows(
+        query, key_cache, lambda tokens: _rows(value_cache, tokens), block_table, seq_lens, pages, counts,
+        scale=scale, softcap=softcap, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
+    )
+
+
+def attend_rows(
+    query: Tensor, key_cache: Tensor, value_rows: Callable[[Tensor], Tensor], block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, *,
+    scale: float, softcap: float, k_scale: float, v_scale: float, out: Tensor, lse: Tensor | None,
+) -> None:
+    """`attend_torch` with values from wherever they are: ``value_rows`` gives rows ``[R, H, W, Dv]`` of physical tokens ``[R, H, W]``."""
     requests, query_heads, dim = query.shape
     heads = key_cache.shape[2]
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -25,7 +38,7 @@ def attend_torch(
         return
     live = positions < seq_lens.clamp(min=0)[:, None, None]
     keys = _rows(key_cache, tokens).to(precision).masked_fill(~live[..., None], 0.0) * k_scale
-    values = _rows(value_cache, tokens).to(precision).masked_fill(~live[..., None], 0.0) * v_scale
+    values = value_rows(tokens).to(precision).masked_fill(~live[..., None], 0.0) * v_scale
     grouped = query.to(precision).view(requests, heads, query_heads // heads, dim)
     logits = scale * torch.einsum("rhgd,rhtd->rhgt", grouped, keys)
     if softcap > 0:

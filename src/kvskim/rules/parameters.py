@@ -14,6 +14,7 @@ COMBINE_NAMES: tuple[CombineName, ...] = get_args(CombineName)
 DEFAULT_TAU = 0.007
 DEFAULT_COVERAGE = 0.95
 DEFAULT_MIN_PAGES = 8
+DEFAULT_WINDOW_PAGES = 2
 
 
 @dataclass(frozen=True)

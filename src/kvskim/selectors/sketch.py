@@ -18,6 +18,7 @@ Source: docs/how-it-works.md, section "The sketch record".
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,9 +106,11 @@ def unpack_digits(records: Tensor, layout: SketchLayout) -> Tensor:
     """Records uint8 ``[..., W]`` into digits uint8 ``[..., S]`` in slot order."""
     # Word-major bytes: a mode is then a run of columns at one bit position, and no gather is needed.
     words = records.unflatten(-1, (layout.record_bytes // 64, 4, 4, 4)).transpose(-3, -2).flatten(-4)
-    parts = []
-    for half_rows, position, start in zip(layout.half_rows, layout.position, layout.word_start):
-        parts.append((words[..., 16 * start : 16 * start + 32 * half_rows] >> (2 * position)) & 3)
+    digits = [(words if position == 0 else words >> (2 * position)) & 3 for position in range(4)]
+    parts = [
+        digits[position][..., 16 * start : 16 * start + 32 * half_rows]
+        for half_rows, position, start in zip(layout.half_rows, layout.position, layout.word_start)
+    ]
     return torch.cat(parts, -1)
 
 
@@ -122,16 +125,17 @@ def slot_weights(queries: Tensor, tables: SketchTables) -> Tensor:
 
 def round_weights(weights: Tensor, layout: SketchLayout) -> tuple[Tensor, Tensor]:
     """Int8 weights with one scale per (mode, query head): ``(W8 float32 [..., S], scale float32 [..., 16])``."""
-    scales, rounded = [], []
-    for start, stop in zip(layout.mode_start, layout.mode_start[1:]):
-        if stop == start:
-            scales.append(torch.zeros(weights.shape[:-1], device=weights.device))
-            continue
-        part = weights[..., start:stop]
-        scale = part.abs().amax(-1) / 127
-        scales.append(scale)
-        rounded.append(torch.round(part / torch.where(scale > 0, scale, torch.ones_like(scale))[..., None]))
-    return torch.cat(rounded, -1), torch.stack(scales, -1)
+    modes = slot_modes(layout.record_bytes, weights.device)
+    largest = weights.new_zeros(*weights.shape[:-1], PAGE_TOKENS)
+    scale = largest.scatter_reduce_(-1, modes.expand(weights.shape), weights.abs(), "amax") / 127
+    divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return torch.round(weights / divisor.index_select(-1, modes)), scale
+
+
+@lru_cache
+def slot_modes(record_bytes: int, device: torch.device) -> Tensor:
+    """int64 ``[S]``: token mode of each slot."""
+    return sketch_layout(record_bytes).slot_mode.to(device)
 
 
 @register
@@ -183,10 +187,10 @@ class Sketch(Selector):
             return self._score_page_frame(queries, centred, tables, page_positions)
         weights, scale = round_weights(slot_weights(queries, tables), self.layout)
         modes = [
-            torch.einsum("nhgs,phs->nhpg", weights[..., start:stop], centred[..., start:stop]) * scale[:, :, None, :, j]
-            for j, (start, stop) in enumerate(zip(self.layout.mode_start, self.layout.mode_start[1:]))
+            torch.einsum("nhgs,phs->nhpg", weights[..., start:stop], centred[..., start:stop])
+            for start, stop in zip(self.layout.mode_start, self.layout.mode_start[1:])
         ]
-        logits = torch.stack(modes, -1) @ dct_matrix(device=records.device).T
+        logits = (torch.stack(modes, -1) * scale[:, :, None]) @ dct_matrix(device=records.device).T
         base = torch.einsum("nhgd,hd->nhg", queries, tables.mean)
         return torch.logsumexp(logits, -1) + base[:, :, None]
 

@@ -6,6 +6,7 @@ is compared with a fresh one, byte by byte. At the end all blocks must be free a
     python tests/gpu/vllm/soak.py --model /tmp/smollm2
 """
 
+import json
 import os
 import random
 import sys
@@ -25,6 +26,7 @@ def main() -> int:
     arguments.add_argument("--block-size", type=int, default=16)
     arguments.add_argument("--selector", default="sketch")
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--settings", default="{}", help='more settings as JSON, e.g. \'{"variant": "mem-v", "hot_cache_gib": 0.001}\'')
     a = arguments.parse_args()
     ids = text_ids(a.model)
 
@@ -33,7 +35,7 @@ def main() -> int:
     from kvskim.engines.vllm import probe
     from kvskim.engines.vllm.check import attention_backend
 
-    settings = {"selector": a.selector, "kernels": a.kernels, "full_pages": 0}
+    settings = {"selector": a.selector, "kernels": a.kernels, "full_pages": 0, **json.loads(a.settings)}
     backend = attention_backend(a.model, settings)
     from vllm import LLM, SamplingParams
 
@@ -46,13 +48,14 @@ def main() -> int:
     )
     state = probe.state_of(llm)
     assert state is not None
+    print(f"async scheduling: {llm.llm_engine.vllm_config.scheduler_config.async_scheduling}")
     core = llm.llm_engine.engine_core.engine_core
     pool = core.scheduler.kv_cache_manager.block_pool
     free_at_start = pool.get_num_free_blocks()
     rng = random.Random(a.seed)
     preempted: dict[str, int] = {}
     waiting, running, finished, aborted, hits, steps, tokens, checks = a.requests, set(), 0, 0, 0, 0, 0, 0
-    memory = 0
+    memory, chunked = 0, set()
     problems = []
 
     def check_records() -> None:
@@ -63,7 +66,13 @@ def main() -> int:
             checks += 1
             if wrong:
                 problems.append(f"after {finished} requests {sum(wrong.values())} records in {len(wrong)} layers are not those of their keys")
-            print(f"{finished + aborted} requests, {steps} steps: {len(pages)} live pages checked, {sum(wrong.values())} untrue records", flush=True)
+            copies = sum(probe.untrue_copies(state).values())
+            if copies:
+                problems.append(f"after {finished} requests {copies} values in the hot cache are not those on the host")
+            print(
+                f"{finished + aborted} requests, {steps} steps: {len(pages)} live pages checked, {sum(wrong.values())} untrue records, {copies} untrue copies",
+                flush=True,
+            )
 
     started = time.perf_counter()
     while waiting or running:
@@ -89,6 +98,8 @@ def main() -> int:
         for request in core.scheduler.requests.values():
             if request.num_preemptions:
                 preempted[request.request_id] = request.num_preemptions
+            if 0 < request.num_computed_tokens < request.num_prompt_tokens:
+                chunked.add(request.request_id)
         steps += 1
         if steps % 1000 == 0:
             check_records()
@@ -100,8 +111,9 @@ def main() -> int:
     grown = torch.cuda.memory_allocated() - memory if memory else 0
     seconds = time.perf_counter() - started
     print(
-        f"{finished} finished, {aborted} aborted, {hits} with prefix hits, {sum(preempted.values())} preemptions of {len(preempted)} requests, {tokens} tokens "
-        f"in {steps} steps, {seconds:.0f} s, {checks} checks of all live records, memory grew by {grown / 2**20:.1f} MiB"
+        f"{finished} finished, {aborted} aborted, {hits} with prefix hits, {sum(preempted.values())} preemptions of {len(preempted)} requests, "
+        f"{len(chunked)} prompts in several chunks, {tokens} tokens in {steps} steps, {seconds:.0f} s, "
+        f"{checks} checks of all live records, memory grew by {grown / 2**20:.1f} MiB"
     )
     if state.calibrator is not None:
         problems.append("calibration never came to an end")
@@ -109,10 +121,12 @@ def main() -> int:
         problems.append(f"{a.requests - finished - aborted} requests are lost")
     if pool.get_num_free_blocks() != free_at_start:
         problems.append(f"{free_at_start - pool.get_num_free_blocks()} blocks are not free at the end")
-    if not hits or not aborted or not preempted:
-        problems.append("the soak had no prefix hit, no abort or no preemption: it proves nothing about them")
+    if not hits or not aborted or not preempted or not chunked:
+        problems.append("the soak had no prefix hit, no abort, no preemption or no chunked prompt: it proves nothing about them")
     if not checks:
         problems.append("no record was checked")
+    if not memory:
+        problems.append("the soak was too short to see whether memory is lost")
     if grown > 64 * 2**20:
         problems.append("GPU memory was lost")
     for problem in problems:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvskim.calibration import Calibration, LayerCalibration, fit_layer
 from kvskim.engines.vllm.calibration_source import keep_calibration
+from kvskim.engines.vllm.parallel import queries_of_all_ranks
 from kvskim.layout import PAGE_TOKENS
 from kvskim.rotary import Rotary
 from kvskim.selectors.base import PageTables, Selector
@@ -155,7 +156,7 @@ class Calibrator:
         started = time.perf_counter()
         layer = self._layers[len(self._fitted)]
         keys = self._keys.pop(layer.name).transpose(0, 1).float()
-        queries = self._queries.pop(layer.name).transpose(0, 1).float() * layer.scale
+        queries = queries_of_all_ranks(state.vllm_config, self._queries.pop(layer.name)).transpose(0, 1).float() * layer.scale
         record_bytes = self._selector.record_bytes(layer.head_size)
         fitted = fit_layer(
             keys, queries, record_bytes=record_bytes, mode_shrink=MODE_SHRINK, rotary=self._rotary, later_positions=self._later_positions
@@ -225,14 +226,6 @@ def rank_tables(selector: Selector, calibration: Calibration, index: int, total_
     return PageTables(tables.offset[first : first + count].contiguous())
 
 
-def rank_heads(total_heads: int, rank: int, world: int) -> tuple[int, int]:
-    """(first kv head, number of kv heads) of a tensor-parallel rank; with fewer heads than ranks several ranks have the same head."""
-    if total_heads >= world:
-        count = total_heads // world
-        return rank * count, count
-    return rank // (world // total_heads), 1
-
-
 def later_positions(max_model_len: int) -> tuple[int, ...]:
     """Offsets at which calibration sees its keys and queries again, spread evenly up to the longest request."""
     room = max_model_len - CAPTURE_TOKENS
@@ -259,13 +252,3 @@ def vllm_rotary(head_size: int, latent_size: int | None = None) -> Rotary | None
     else:
         return None
     return Rotary(speeds.float().cpu(), interleaved=not modules[0].is_neox_style, first=first)
-
-
-def heads_of_this_rank(vllm_config: Any) -> tuple[int, int, int]:
-    """(kv heads of the model, first of this tensor-parallel rank, number on this rank). With latent attention every rank has the one there is."""
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
-    if getattr(vllm_config.model_config, "use_mla", False):
-        return 1, 0, 1
-    total = vllm_config.model_config.get_total_num_kv_heads()
-    return (total, *rank_heads(total, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()))

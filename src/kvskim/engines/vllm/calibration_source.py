@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvskim.calibration import Calibration, CalibrationError, LayerCalibration, load_calibration, model_fingerprint
-from kvskim.calibration_store import read_stored, stored_record_bytes, write_stored
+from kvskim.calibration_shares import remove_share, write_share
+from kvskim.calibration_store import calibration_path, read_stored, stored_record_bytes, write_stored
 from kvskim.config import ConfigError, SkimConfig
+from kvskim.engines.vllm import parallel
 from kvskim.selectors.base import Selector
 
 if TYPE_CHECKING:
     from kvskim.engines.vllm.state import SkimState
+
+logger = logging.getLogger("vllm.kvskim")
 
 THREAD_NAME = "kvskim-keep-calibration"
 
@@ -57,13 +63,20 @@ def find_calibration(config: SkimConfig, selector: Selector, vllm_config: Any, l
         calibration.check(str(model.model), fingerprint, *shape)
         return calibration, str(file)
     found = read_stored(str(model.model), fingerprint, shape, layers, record_bytes=stored_record_bytes(selector, shape[1]))
-    if found is not None:
+    if parallel.all_ranks_agree(vllm_config, found is not None) and found is not None:
         return found[0], f"{found[1]} (made with {found[0].model})"
+    worker = parallel.worker(vllm_config)
+    if selector.needs_calibration and worker.count > 1:
+        # Where the cache directory can't be used, `keep_calibration` says so.
+        with contextlib.suppress(OSError, ConfigError):
+            remove_share(calibration_path(fingerprint, stored_record_bytes(selector, shape[1])), worker)
     return None, "none: this selector works without"
 
 
 def keep_calibration(state: SkimState, layers: Mapping[int, LayerCalibration], *, seen_later: bool) -> None:
-    """Keep what this engine has fitted, for the next one with this model; written by a thread of its own, and one line in the log.
+    """Keep what this worker has fitted, for the next engine with this model; written by a thread of its own, and one line in the log.
+
+    Several workers write shares, which the last one of them joins, so that one file serves engines of any number of workers.
 
     Args:
         state: of this worker.
@@ -76,20 +89,25 @@ def keep_calibration(state: SkimState, layers: Mapping[int, LayerCalibration], *
         return
     model = state.vllm_config.model_config
 
+    worker = parallel.worker(state.vllm_config)
+    total_heads, first_head, _ = parallel.heads_of_this_rank(state.vllm_config)
+
     def write() -> None:
-        calibration = Calibration(str(model.model), model_fingerprint(model_settings(model)), dict(layers))
+        calibration = Calibration(str(model.model), model_fingerprint(model_settings(model)), dict(layers), first_head)
         try:
-            state.log(f"calibration: kept in {write_stored(calibration)}; delete the file to fit anew")
+            path = write_stored(calibration) if worker.count == 1 else write_share(calibration, worker, total_heads)
         except (CalibrationError, ConfigError) as error:
-            state.log(f"calibration: not kept for other engines: {error}")
+            logger.warning("kvskim: calibration: not kept for other engines: %s", error)
+            return
+        if path is not None:
+            # Said by the worker that has written the last share, whichever it is.
+            logger.info("kvskim: calibration: kept in %s; delete the file to fit anew", path)
 
     threading.Thread(target=write, name=THREAD_NAME).start()
 
 
 def _reason_not_to_keep(vllm_config: Any, seen_later: bool) -> str | None:
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
-        return "each worker has only its part of the model"
+    model = vllm_config.model_config
     reach = getattr(model.hf_text_config, "max_position_embeddings", None)
     if seen_later and reach is not None and model.max_model_len < reach:
         # An engine for longer requests would take it for its own.

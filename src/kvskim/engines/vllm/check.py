@@ -6,8 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,14 +22,24 @@ from pathlib import Path
 from typing import Any
 
 from kvskim.config import publish
+from kvskim.engines.vllm.latent_model import backend_name, is_latent
 from kvskim.errors import KvskimError
 
 ALL_PAGES: dict[str, Any] = {"rule": "budget", "budget": 1.0, "full_pages": 0}
 """Settings under which scoring and selection run, and every page is selected."""
 WARM_STEPS = 128
 """Tokens decoded at a time to let a calibration from first prompts come to its end: it fits one layer in a step."""
-LIKELIEST = 3
-"""Likeliest tokens that are kept for each place, to tell a near tie from an error."""
+LIKELIEST = 10
+"""Likeliest tokens that are kept for each place, to tell a near tie from an error. A model that is sure of nothing has more than a few near ties."""
+LAST_CHARACTERS = 6000
+"""Of what an engine printed, where it failed."""
+_EXCEPTION = re.compile(
+    # What torchrun, vLLM's workers and vLLM's log put before a line.
+    r"(?:\[rank\d+\]: ?|\([^()]*pid=\d+\) ?|ERROR \d\d-\d\d \d\d:\d\d:\d\d (?:\[[^\]]*\] ?)+)*"
+    r"(?P<error>(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Expired)(?::.*)?)$"
+)
+_SECOND_HAND = re.compile("root cause|stack trace|EngineDeadError|initialization failed")
+"""In messages of vLLM about a process that failed."""
 
 
 def tokens_beside(max_tokens: int) -> int:
@@ -75,6 +89,7 @@ def run_engine(
     batches: Sequence[int] = (0,),
     warm_prompt: Sequence[int] = (),
     activity: bool = False,
+    environment: Mapping[str, str] | None = None,
     timeout: float = 900.0,
 ) -> dict[str, Any]:
     """Run one engine in a process of its own.
@@ -87,33 +102,61 @@ def run_engine(
         batches: how many prompts are given to the engine at a time, 0 for all; more than one number: all prompts once for each of them.
         warm_prompt: a long prompt that is run first, until calibration is ready.
         activity: measure what is attended after each step.
+        environment: variables for this process and those of its workers, beside the ones of the caller.
         timeout: seconds.
 
     Returns:
-        ``outputs`` (tokens, logprobs, cached_tokens of each prompt), ``start_seconds``, ``seconds``, and of a sparse engine ``activity`` (attended,
-        total, covered, count), ``ready``, ``layers``.
+        ``outputs`` (tokens, logprobs, cached_tokens of each prompt), ``start_seconds``, ``seconds``, ``graphs`` (the name of vLLM's graph mode), and of a
+        sparse engine ``activity`` (attended,
+        total, covered, count), ``ready``, ``layers``, ``kernels``, of all its workers together.
 
     Raises:
         KvskimError: the engine failed; the message ends with what it printed last.
     """
     spec = dict(
         llm=dict(llm), prompts=[list(p) for p in prompts], settings=None if settings is None else dict(settings), max_tokens=max_tokens, batches=list(batches),
-        warm_prompt=list(warm_prompt), activity=activity,
+        warm_prompt=list(warm_prompt), activity=activity, environment=dict(environment or {}),
     )
     with tempfile.TemporaryDirectory() as folder:
         spec_file, result_file = Path(folder, "spec.json"), Path(folder, "result.json")
         spec_file.write_text(json.dumps(spec), encoding="utf-8")
         command = [sys.executable, "-m", "kvskim.engines.vllm.check", str(spec_file), str(result_file)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
         try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=timeout)
-        except subprocess.TimeoutExpired as expired:
-            printed = (expired.stdout or b"").decode(errors="replace") if isinstance(expired.stdout, bytes) else expired.stdout or ""
-            raise KvskimError(f"the engine was not done after {timeout:g} seconds; its last lines:\n{printed[-6000:]}") from None
-        if done.returncode or not result_file.is_file():
-            raise KvskimError(f"the engine stopped with exit status {done.returncode}; its last lines:\n{done.stdout[-6000:]}")
+            printed, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            _end_group(process)
+            printed, _ = process.communicate()
+            raise KvskimError(f"the engine was not done after {timeout:g} seconds{ending(printed)}") from None
+        finally:
+            _end_group(process)
+        if process.returncode or not result_file.is_file():
+            raise KvskimError(f"the engine stopped with exit status {process.returncode}{ending(printed)}")
         result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
-    result["log"] = [line for line in done.stdout.splitlines() if "kvskim" in line]
+    result["log"] = [line for line in printed.splitlines() if "kvskim" in line]
     return result
+
+
+def exception_line(printed: str) -> str | None:
+    """The exception that ended a process, as its traceback states it: the last one that says more than that another process failed."""
+    found = [match["error"] for match in map(_EXCEPTION.match, printed.splitlines()) if match]
+    return next((error for error in reversed(found) if not _SECOND_HAND.search(error)), found[-1] if found else None)
+
+
+def ending(printed: str) -> str:
+    """For an error message: the last lines that an engine printed, and the exception among all its lines both before and after them."""
+    error, last = exception_line(printed), printed[-LAST_CHARACTERS:]
+    if len(last) < len(printed):
+        last = last.partition("\n")[2] or last
+    if error is None:
+        return f"; its last lines:\n{last}"
+    return f" ({error}); its last lines:\n{last.rstrip()}\n{error}"
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """End the process and what is left of its workers, which hold the memory of their GPUs and its output open."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def has_latent_attention(model: str) -> bool:
@@ -121,8 +164,7 @@ def has_latent_attention(model: str) -> bool:
     file = Path(model, "config.json")
     if not file.is_file():
         return False
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    return bool(settings.get("text_config", settings).get("kv_lora_rank"))
+    return is_latent(json.loads(file.read_text(encoding="utf-8")))
 
 
 def attention_backend(model: str, settings: Mapping[str, Any] | None) -> str:
@@ -135,7 +177,7 @@ def attention_backend(model: str, settings: Mapping[str, Any] | None) -> str:
         publish("KVSKIM_CONFIG", json.dumps(dict(settings)))
     # vLLM calls it too, where the package is installed and not only on the path.
     plugin.register_plugin()
-    return "FLASH_ATTN_MLA" if latent else "FLASH_ATTN" if settings is None else "CUSTOM"
+    return "FLASH_ATTN" if settings is None and not latent else backend_name(latent=latent)
 
 
 def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,35 +185,37 @@ def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
     # Read by vLLM and by kvskim's plugin, before either is imported.
     publish("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     publish("KVSKIM_DISABLE", "0" if sparse else "1")
+    for name, value in spec["environment"].items():
+        publish(name, value)
     backend = attention_backend(spec["llm"]["model"], spec["settings"])
     from vllm import LLM, SamplingParams
 
     arguments = dict(spec["llm"], attention_backend=backend)
     if sparse:
-        arguments["additional_config"] = {"kvskim": spec["settings"]}
+        # The engine may have several workers, each a process of its own.
+        arguments.update(additional_config={"kvskim": spec["settings"]}, worker_extension_cls="kvskim.engines.vllm.probe.WorkerProbe")
     started = time.perf_counter()
     llm = LLM(**arguments)
     result: dict[str, Any] = {"start_seconds": time.perf_counter() - started}
+    # What vLLM has made of what it was asked for: a backend that can't be captured takes graphs away without an error.
+    result["graphs"] = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
     params = SamplingParams(temperature=0, max_tokens=spec["max_tokens"], ignore_eos=True, detokenize=False, logprobs=LIKELIEST)
     from kvskim.engines.vllm import probe, report
 
-    state = probe.state_of(llm) if sparse else None
-    if state is not None and spec["warm_prompt"]:
+    if sparse and spec["warm_prompt"]:
         warm = SamplingParams(temperature=0, max_tokens=WARM_STEPS, ignore_eos=True, detokenize=False)
         for _ in range(8):
-            if state.calibrator is None:
+            if probe.look(llm).ready:
                 break
             probe.generate(llm, [list(spec["warm_prompt"])], warm)
     total = report.Activity()
 
     def measure() -> None:
         nonlocal total
-        assert state is not None
-        for layer in (report.last_step(state) or {}).values():
-            total += layer
+        total += probe.look(llm).activity
 
     prompts = spec["prompts"]
-    after_step = measure if state is not None and spec["activity"] else None
+    after_step = measure if sparse and spec["activity"] else None
     outputs = []
     started = time.perf_counter()
     for size in spec["batches"]:
@@ -180,9 +224,9 @@ def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
             outputs += probe.generate(llm, prompts[first : first + part], params, after_step)
     result["seconds"] = time.perf_counter() - started
     result["outputs"] = [asdict(output) for output in outputs]
-    if state is not None:
-        ready = state.ready
-        result.update(ready=bool(ready is not None and ready.item()), layers=len(state.layers), kernels=state.kernels.kernels, activity=asdict(total))
+    if sparse:
+        found = probe.look(llm)
+        result.update(ready=found.ready, layers=len(found.layers), kernels=found.kernels, activity=asdict(total))
     return result
 
 

@@ -13,11 +13,16 @@ SPARE_BYTES = 20 << 20
 That time hardly depends on the batch size, the K and V of all pages do: so the length at which choosing starts to pay falls with the batch.
 """
 
+LATENT_SPARE_BYTES = 40 << 20
+"""The same for the rows of latent attention, where preparing 576 channels for many query heads takes longer: an estimate, not measured yet."""
+
 LEAST_SHARES = 8
-"""Fewer pairs of row and kv head than this count as so many."""
+"""Fewer pairs of row and kv head than this count as so many; not with latent attention, whose one kv head is shared out in more splits."""
 
 
-def whole_rule(rule: RuleParameters, forced_pages: int, rows: int, kv_heads: int, row_bytes: int, *, fast: bool) -> RuleParameters:
+def whole_rule(
+    rule: RuleParameters, forced_pages: int, rows: int, kv_heads: int, row_bytes: int, *, fast: bool, latent: bool = False
+) -> RuleParameters:
     """The rule for a launch of so many rows where the configuration leaves ``full_pages`` to the engine.
 
     Args:
@@ -26,13 +31,15 @@ def whole_rule(rule: RuleParameters, forced_pages: int, rows: int, kv_heads: int
         rows: of the launch; with graphs, of the captured batch.
         kv_heads: of this rank.
         row_bytes: bytes of K and V of one token and kv head.
-        fast: attention of all pages is as fast as FlashAttention's, which holds for the CUDA kernels.
+        fast: attention of all pages is as fast as FlashAttention's, which holds where the CUDA kernels are used.
+        latent: of latent attention.
 
     Returns:
-        The rule with ``full_pages`` = what it attends in any case + ``SPARE_BYTES`` / (max(rows x kv_heads, 8) x bytes of a page).
+        The rule with ``full_pages`` = what it attends in any case + ``SPARE_BYTES`` / (max(rows x kv_heads, 8) x bytes of a page); for latent
+        attention ``LATENT_SPARE_BYTES`` and no minimum.
     """
     certain = rule.budget_pages if rule.budget_pages is not None else forced_pages + rule.min_pages
     # Few (row, kv head) leave most of the GPU idle, however long they are, and attention is not as fast as FlashAttention's then.
-    shares = max(rows * kv_heads, LEAST_SHARES)
-    spare = SPARE_BYTES // (shares * PAGE_TOKENS * row_bytes) if fast else 0
+    shares = max(rows * kv_heads, 1 if latent else LEAST_SHARES)
+    spare = (LATENT_SPARE_BYTES if latent else SPARE_BYTES) // (shares * PAGE_TOKENS * row_bytes) if fast else 0
     return replace(rule, full_pages=certain + spare)

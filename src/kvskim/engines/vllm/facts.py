@@ -6,6 +6,7 @@ from typing import Any
 
 import vllm.envs as envs
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
@@ -33,6 +34,9 @@ def engine_facts(vllm_config: VllmConfig, config: SkimConfig) -> EngineFacts:
         fused_mla_update=bool(getattr(passes, "fuse_rope_kvcache_cat_mla", False)),
         overlapped_batches=bool(getattr(parallel, "enable_dbo", False)),
         variant=config.variant,
+        speculative=vllm_config.speculative_config is not None,
+        pinned_memory=config.variant != "mem-v" or bool(current_platform.is_pin_memory_available()),
+        dense_layers=config.dense_layers not in (0, ()),
         page_frame=bool(config.selector_options.get("page_frame", False)),
         selector=config.selector,
     )
@@ -55,6 +59,15 @@ def is_draft_model(vllm_config: VllmConfig) -> bool:
     # vLLM's newer runner builds a draft model under the configuration of the model that it drafts for, once that one has its weights.
     states = (getattr(getattr(layer, "impl", None), "skim_state", None) for layer in vllm_config.compilation_config.static_forward_context.values())
     return any(state.layers or state.dense for state in states if state is not None)
+
+
+def decodes_alone(layer: str) -> bool:
+    """Whether the step under way has decode rows of one token and no others for this layer; False where vLLM has no metadata for it."""
+    if not is_forward_context_available():
+        return False
+    metadata = get_forward_context().attn_metadata
+    found = metadata.get(layer) if isinstance(metadata, dict) else None
+    return bool(getattr(found, "decodes_alone", False))
 
 
 def kv_connector(vllm_config: VllmConfig) -> str | None:

@@ -12,10 +12,11 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-from kvskim.engines.vllm.facts import engine_facts, is_draft_model, layer_index
+from kvskim.engines.vllm.facts import decodes_alone, engine_facts, is_draft_model, layer_index
 from kvskim.engines.vllm.metadata import SkimMetadata
 from kvskim.engines.vllm.state import LayerState, SkimState
-from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal, mixed_windows_refusal
+from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal, mixed_windows_refusal, tier_layer_refusal
+from kvskim.errors import UnsupportedError
 
 
 class SkimImpl(FlashAttentionImpl):
@@ -65,6 +66,8 @@ class SkimImpl(FlashAttentionImpl):
             # A checkpoint may ask for another type of cache than the engine was started with, and a layer may be left out of that.
             engine = replace(engine_facts(self._vllm_config, self.skim_state.config), cache_dtype=str(kv_cache_dtype))
             self.dense_because = self.skim_state.refuse(engine_refusal(engine) or layer_refusal(facts))
+            if self.dense_because is None and self.skim_state.host_values is not None:
+                self.skim_state.host_values.look_ahead(num_kv_heads, head_size)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Find out which layer this is, and put its records beside it. vLLM calls this once per layer after loading, or again on a reload."""
@@ -85,11 +88,20 @@ class SkimImpl(FlashAttentionImpl):
             self.dense_because = self.skim_state.refuse(mixed_windows_refusal(windowed, separate))
         if self.dense_because is not None:
             self.skim_state.dense[name] = self.dense_because
+            self._refuse_mixture()
             return
         self.skim_layer = self.skim_state.add_layer(
             module.kv_cache_torch_dtype, name=name, index=index, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_size=self.head_size,
             scale=self.scale, softcap=float(self.logits_soft_cap), module=module,
         )
+        self._refuse_mixture()
+
+    def _refuse_mixture(self) -> None:
+        """Values in host memory are all layers' or none's: vLLM's blocks have one size."""
+        host_values = self.skim_state.host_values
+        refusal = tier_layer_refusal(self.skim_state.dense) if host_values is not None and host_values.layers else None
+        if refusal is not None:
+            raise UnsupportedError(refusal)
 
     def forward(
         self,
@@ -118,23 +130,36 @@ class SkimImpl(FlashAttentionImpl):
         if attn_metadata.capture and self.skim_state.calibrator is not None:
             self.skim_state.calibrator.capture(sparse, query, key, attn_metadata.capture)
         rows = attn_metadata.decode_rows
-        if rows == 0:
+        if rows == 0 and self.skim_state.host_values is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantisation is not supported")
         rest = attn_metadata.rest
-        self.skim_state.decode(
-            sparse, query[:rows], kv_cache, attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], output[:rows], alone=rest is None
-        )
-        if rest is not None:
+        if rows > 0:
+            self.skim_state.decode(
+                sparse, query[:rows], kv_cache, attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], output[:rows], alone=rest is None
+            )
+        if self.skim_state.host_values is not None:
+            for staged in attn_metadata.staged:
+                at = staged.tokens
+                room = self.skim_state.host_values.stage(sparse, kv_cache, staged)
+                super().do_kv_cache_update(layer, key[at], value[at], room, staged.slots)
+                super().forward(layer, query[at], key[at], value[at], room, staged.metadata, output[at])
+        elif rest is not None:
             super().forward(layer, query[rows:], key[rows:], value[rows:], kv_cache, rest, output[rows:])
         return output
 
     def do_kv_cache_update(self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write K and V, then the records of the pages that this completes."""
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        host_values = self.skim_state.host_values
+        if host_values is None or self.skim_layer is None or kv_cache.numel() == 0:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        else:
+            # The cache has keys and no values: they are written twice to the same place, which costs less than a kernel of our own.
+            super().do_kv_cache_update(layer, key, key, kv_cache.expand(-1, 2, -1, -1, -1), slot_mapping)
+            host_values.store(self.skim_layer, value, slot_mapping)
         if self.skim_layer is not None and kv_cache.numel() > 0:
-            self.skim_state.encode(self.skim_layer, slot_mapping)
+            self.skim_state.keys_written(self.skim_layer, slot_mapping, alone=decodes_alone(self.skim_layer.name))
 
     def fused_rope_kvcache_supported(self) -> bool:
         # A fused operation would write K past do_kv_cache_update: records would not be made.

@@ -31,6 +31,20 @@ def key_value_views(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     return key, value
 
 
+def key_view(kv_cache: Tensor, head_size: int) -> Tensor:
+    """K of a cache without V, ``[blocks, 1, block_size, kv heads, head size]``, as ``[blocks, block_size, kv heads, head size]``.
+
+    Raises:
+        ValueError: the tensor has another layout, or its last dimension is not contiguous.
+    """
+    if kv_cache.dim() != 5 or kv_cache.shape[1] != 1 or kv_cache.shape[4] != head_size or kv_cache.stride(-1) != 1:
+        raise ValueError(
+            f"the cache of keys of a layer has shape {tuple(kv_cache.shape)} and strides {kv_cache.stride()}; expected [blocks, 1, block size, kv heads, "
+            f"{head_size}] with contiguous heads"
+        )
+    return kv_cache[:, 0]
+
+
 def records_element_dtype(model_dtype: torch.dtype) -> torch.dtype:
     """The two-byte type under which vLLM allocates records.
 

@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashAttentionMetadataBuilder
 
 from kvskim.engines.vllm.calibrate import Segment
+from kvskim.engines.vllm.staging import StagedRows, plan_staging
 from kvskim.engines.vllm.state import SkimState
 from kvskim.engines.vllm.step import begin_step, no_request
 from kvskim.engines.vllm.support import leading_single_token_rows
@@ -26,12 +27,18 @@ class SkimMetadata(FlashAttentionMetadata):
 
     ``decode_rows``: rows 0 .. decode_rows - 1 have one query token each, token i for row i; sparse layers decode them sparsely.
     ``rest``: FlashAttention's metadata of the other rows, where there are any besides decode rows. ``capture``: tokens of this step that
-    calibration reads.
+    calibration reads. ``staged``: the other rows where values are in host memory, which ``rest`` does not serve.
     """
 
     decode_rows: int = 0
     rest: FlashAttentionMetadata | None = None
     capture: tuple[Segment, ...] = ()
+    staged: tuple[StagedRows, ...] = ()
+
+    @property
+    def decodes_alone(self) -> bool:
+        """Sparse layers decode all rows of the step."""
+        return self.decode_rows > 0 and self.rest is None
 
 
 class SkimMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -74,7 +81,11 @@ class SkimMetadataBuilder(FlashAttentionMetadataBuilder):
         # FlashAttention's schedule of the whole step is for layers that run it: none, where all are sparse and some row decodes.
         unused = self._all_sparse and decode_rows > 0
         whole = super().build(common_prefix_len, common, fast_build or unused)
-        return SkimMetadata(**vars(whole), decode_rows=decode_rows, rest=rest, capture=capture)
+        staged: tuple[StagedRows, ...] = ()
+        if state.host_values is not None and decode_rows < common.num_reqs:
+            size = int(self.kv_cache_spec.block_size)
+            staged = plan_staging(whole if rest is None else rest, common, decode_rows, size, state.host_values.room_blocks(size))
+        return SkimMetadata(**vars(whole), decode_rows=decode_rows, rest=rest, capture=capture, staged=staged)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashAttentionMetadata:
         with no_request(self._state):

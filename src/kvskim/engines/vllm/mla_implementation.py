@@ -15,11 +15,12 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLAImpl
 
 from kvskim.engines.vllm.calibrate import QUERY_STRIDE
-from kvskim.engines.vllm.facts import engine_facts, is_draft_model, layer_index
+from kvskim.engines.vllm.facts import decodes_alone, engine_facts, is_draft_model, layer_index
 from kvskim.engines.vllm.mla_loading import call_after_loading, plain_defaults
 from kvskim.engines.vllm.mla_metadata import SkimMlaMetadata
 from kvskim.engines.vllm.state import LayerState, SkimState
 from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal, mla_refusal
+from kvskim.ops.join_query import join_query
 
 
 class SkimMlaImpl(FlashAttnMLAImpl):
@@ -92,7 +93,7 @@ class SkimMlaImpl(FlashAttnMLAImpl):
         """Write the latent rows, then the records of the pages that this completes."""
         super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
         if self.skim_layer is not None and kv_cache.numel() > 0:
-            self.skim_state.encode(self.skim_layer, slot_mapping.flatten())
+            self.skim_state.keys_written(self.skim_layer, slot_mapping.flatten(), alone=decodes_alone(self.skim_layer.name))
 
     def forward_mha(
         self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, k_scale: Tensor, output: Tensor,
@@ -136,7 +137,11 @@ class SkimMlaImpl(FlashAttnMLAImpl):
         decode = attn_metadata.decode
         if sparse is None or decode.max_query_len > 1:
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-        query = torch.cat(q, -1) if isinstance(q, tuple) else q.contiguous()
+        if isinstance(q, tuple):
+            query = q[0].new_empty(*q[0].shape[:2], self.head_size)
+            join_query(*q, out=query, kernels=self.skim_state.kernels.kernels)
+        else:
+            query = q.contiguous()
         rows = query.shape[0]
         out = query.new_empty(rows, self.num_heads, self.kv_lora_rank)
         self.skim_state.decode(

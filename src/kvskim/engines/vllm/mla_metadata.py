@@ -21,6 +21,11 @@ class SkimMlaMetadata(FlashAttnMLAMetadata):
 
     capture: tuple[Segment, ...] = ()
 
+    @property
+    def decodes_alone(self) -> bool:
+        """Sparse layers decode all rows of the step."""
+        return self.num_prefills == 0 and self.decode is not None and self.decode.max_query_len <= 1
+
 
 class SkimMlaMetadataBuilder(FlashAttnMLAMetadataBuilder):
     """Builds `SkimMlaMetadata`. Where none of its layers is sparse it is vLLM's builder."""

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvskim.config import SkimConfig, configured_by, is_disabled, load_config, publish
+from kvskim.config import SkimConfig, configured_by, is_disabled, load_config, publish, share_with_ray
 from kvskim.engines.vllm.support import version_refusal
 from kvskim.errors import UnsupportedError
 from kvskim.metrics import metrics
@@ -47,6 +47,7 @@ def register_plugin() -> None:
         logger.warning("kvskim is OFF, attention is vLLM's own: %s", refusal)
         metrics().unsupported(refusal)
         return
+    share_with_ray()
     register_backend(AttentionBackendEnum.FLASH_ATTN, FLASH_ATTENTION_BACKEND)
     register_backend(AttentionBackendEnum.FLASH_ATTN_MLA, MLA_BACKEND)
 

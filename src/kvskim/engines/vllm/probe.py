@@ -1,19 +1,21 @@
-"""Looking into a vLLM engine that runs in this process: its sparse state, which blocks are alive, whether their records are true.
+"""Looking into a vLLM engine: what its workers say of themselves, its sparse state, which blocks are alive, whether their records are true.
 
-For `kvskim check` and for tests. Needs ``VLLM_ENABLE_V1_MULTIPROCESSING=0``, so that the engine is in the caller's process.
+For `kvskim check` and for tests. All but `look` needs ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` and one worker, so that the engine is in the caller's process.
 """
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvskim.engines.vllm.calibrate import ENCODE_PAGES
+from kvskim.engines.vllm.report import Activity, last_step
 from kvskim.engines.vllm.state import LayerState, SkimState
 from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.encode import encode
@@ -28,6 +30,46 @@ class Generated:
     logprobs: list[float]
     likeliest: list[dict[int, float]]
     cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is sparse in an engine: whether all workers are calibrated, their kernels, the names of the sparse layers, and what the last decode step
+    attended, summed over layers, rows and the kv heads of all workers."""
+
+    ready: bool
+    kernels: str
+    layers: tuple[str, ...]
+    activity: Activity
+
+
+class WorkerProbe:
+    """What vLLM adds to its workers (argument ``worker_extension_cls``) so that `look` can ask them. The answer is a JSON text, which every vLLM can send
+    between its processes."""
+
+    vllm_config: Any
+
+    def kvskim_look(self) -> str:
+        """The fields of `Look` for this worker."""
+        state = SkimState.find(self.vllm_config.compilation_config.static_forward_context)
+        if state is None or not state.layers:
+            return json.dumps(dict(ready=False, kernels="", layers=[], activity=asdict(Activity())))
+        activity = sum((last_step(state) or {}).values(), Activity())
+        ready = state.ready is not None and bool(state.ready.item())
+        return json.dumps(dict(ready=ready, kernels=state.kernels.kernels, layers=list(state.layers), activity=asdict(activity)))
+
+
+def look(llm: Any) -> Look:
+    """Ask all workers of a `vllm.LLM` that was made with `WorkerProbe`."""
+    everyone = [json.loads(text) for text in llm.collective_rpc("kvskim_look")]
+    # A part of a pipeline may have no layer that is sparse.
+    answers = [answer for answer in everyone if answer["layers"]]
+    return Look(
+        ready=bool(answers) and all(answer["ready"] for answer in answers),
+        kernels=" and ".join(sorted({answer["kernels"] for answer in answers})),
+        layers=tuple(dict.fromkeys(name for answer in answers for name in answer["layers"])),
+        activity=sum((Activity(**answer["activity"]) for answer in answers), Activity()),
+    )
 
 
 def state_of(llm: Any) -> SkimState | None:
@@ -85,6 +127,29 @@ def untrue_records(state: SkimState, pages: Tensor) -> dict[str, int]:
         for each sparse layer, how many (page, kv head) have another record than a fresh one.
     """
     return {name: _untrue(state, layer, pages) for name, layer in state.layers.items()}
+
+
+@torch.inference_mode()
+def untrue_copies(state: SkimState) -> dict[str, int]:
+    """For each layer with values in host memory, in how many ways its hot cache is not what the directory says; see `kvskim.tier.values.ValueTier`.
+
+    Counted are copies that differ from the host, pages that share a slot, and slots whose owner does not know of them.
+    """
+    result = {}
+    for name, layer in state.layers.items():
+        tier = layer.tier
+        if tier is None:
+            continue
+        directory = tier.directory.view(-1)
+        hot = torch.nonzero(directory).view(-1)
+        slots = directory[hot].long() - 1
+        if tier.device.type == "cuda":
+            torch.cuda.synchronize()  # the host reads the pool past the GPU
+        there = tier.host.view(-1, *tier.hot.shape[1:])[hot.to(tier.host.device)].to(tier.device)
+        wrong = int((directory < 0).sum()) + len(slots) - len(torch.unique(slots)) + int((tier.owner[slots].long() != hot).sum())
+        wrong += int((tier.owner >= 0).sum()) - len(slots)
+        result[name] = wrong + int((there.view(torch.uint8) != tier.hot[slots].view(torch.uint8)).flatten(1).any(1).sum())
+    return result
 
 
 def _untrue(state: SkimState, layer: LayerState, pages: Tensor) -> int:

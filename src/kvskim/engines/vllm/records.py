@@ -1,4 +1,4 @@
-"""Records as a cache layer of vLLM's own.
+"""Records as a cache layer of vLLM's own, and whatever else is kept for every page and kv head.
 
 A `RecordsLayer` stands beside each sparse attention layer in vLLM's list of attention layers, with a cache spec of the same block size. So vLLM
 sizes, allocates and binds the records, they share the block ids of their layer, and prefix caching, preemption, sleep, copies of blocks
@@ -7,6 +7,7 @@ and connectors treat them as they treat K and V. Row ``slot // 16`` of the recor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -88,20 +89,25 @@ class RecordsLayer(nn.Module, AttentionLayerBase):
     """The records of one attention layer.
 
     Args:
-        layer_name: name of the attention layer; the records are ``<layer_name>.kvskim_records``.
+        layer_name: name of the attention layer; the records are ``<layer_name>.<suffix>``.
         num_kv_heads: kv heads on this rank.
         record_bytes: bytes of one record.
         cache_dtype: type of K and V.
+        suffix: tells side layers of one attention layer apart.
     """
 
-    def __init__(self, layer_name: str, num_kv_heads: int, record_bytes: int, cache_dtype: torch.dtype) -> None:
+    def __init__(
+        self, layer_name: str, num_kv_heads: int, record_bytes: int, cache_dtype: torch.dtype, suffix: str = "kvskim_records"
+    ) -> None:
         super().__init__()
-        self.layer_name = f"{layer_name}.kvskim_records"
+        self.layer_name = f"{layer_name}.{suffix}"
         self.num_kv_heads = num_kv_heads
         self.record_bytes = record_bytes
         self.element_dtype = records_element_dtype(cache_dtype)
         self.records: Tensor | None = None
         """uint8 ``[pages, kv heads, record_bytes]`` once vLLM has bound the cache."""
+        self.when_bound: Callable[[], None] | None = None
+        """Called when ``records`` have changed."""
         self._bound: Any = torch.tensor([])
 
     @property
@@ -114,6 +120,8 @@ class RecordsLayer(nn.Module, AttentionLayerBase):
         self._bound = bound
         usable = isinstance(bound, Tensor) and bound.numel() > 0
         self.records = records_view(bound, self.num_kv_heads, self.record_bytes) if usable else None
+        if self.when_bound is not None:
+            self.when_bound()
 
     def bind_kv_cache(self, kv_cache: Any) -> None:
         """The same for vLLM 0.27 and later."""

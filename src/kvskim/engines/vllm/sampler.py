@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvskim.engines.vllm.state import LayerState
 
 SAMPLE_SECONDS = 10.0
+TIER_NUMBERS = 4
+"""Of layers with values in host memory; see `fetched`."""
 
 
 class ActivitySampler:
@@ -38,7 +40,8 @@ class ActivitySampler:
         self._clock = clock
         self._due = clock()
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(5, dtype=torch.float64, pin_memory=on_gpu)
+        self._host = torch.zeros(5 + TIER_NUMBERS, dtype=torch.float64, pin_memory=on_gpu)
+        self._fetched = [0.0] * TIER_NUMBERS
         self._copied = torch.cuda.Event() if on_gpu else None
         self._under_way = False
         self._lengths: Tensor | None = None
@@ -55,9 +58,14 @@ class ActivitySampler:
             return
         if self._under_way and (self._copied is None or self._copied.query()):
             self._under_way = False
-            self._metrics.sampled(Sample(*self._host.tolist()))
+            numbers = self._host.tolist()
+            self._metrics.sampled(Sample(*numbers[:5]))
+            if any(layer.tier is not None for layer in self._layers):
+                # The layers count on and on.
+                self._metrics.fetched(*(now - before for now, before in zip(numbers[5:], self._fetched)))
+                self._fetched = numbers[5:]
         if self._lengths is not None:
-            self._host.copy_(sums(self._layers, self._lengths), non_blocking=True)
+            self._host.copy_(torch.cat([sums(self._layers, self._lengths), fetched(self._layers, self._lengths.device)]), non_blocking=True)
             if self._copied is not None:
                 self._copied.record()
             self._under_way, self._lengths = True, None
@@ -65,6 +73,17 @@ class ActivitySampler:
             self._due = self._clock() + SAMPLE_SECONDS
             # vLLM writes the lengths of the next step to the same place.
             self._lengths = seq_lens.clone()
+
+
+def fetched(layers: Iterable[LayerState], device: torch.device) -> Tensor:
+    """Selected pages, those not in the hot cache, those among them that found no room there, and the bytes of those not in it: since the start, summed
+    over layers, float64 ``[4]`` on the device."""
+    total = torch.zeros(TIER_NUMBERS, dtype=torch.float64, device=device)
+    for layer in layers:
+        if layer.tier is not None:
+            selected, missing, copied = layer.tier.counters.double().unbind()
+            total += torch.stack([selected, missing, missing - copied, missing * (layer.tier.hot[0].numel() * layer.tier.hot.element_size())])
+    return total
 
 
 def sums(layers: Iterable[LayerState], seq_lens: Tensor) -> Tensor:

@@ -16,15 +16,17 @@ from torch import Tensor
 from vllm.config import VllmConfig
 
 from kvskim.config import load_config
-from kvskim.engines.vllm import calibrate, calibration_source
+from kvskim.engines.vllm import calibrate, calibration_source, parallel
 from kvskim.engines.vllm.crossover import whole_rule
+from kvskim.engines.vllm.encode_placement import CudaStreams, EncodeOrder
 from kvskim.engines.vllm.facts import kv_connector
-from kvskim.engines.vllm.layout import key_value_views
+from kvskim.engines.vllm.layout import key_value_views, key_view
 from kvskim.engines.vllm.mla_layout import latent_views
 from kvskim.engines.vllm.records import RecordsLayer
 from kvskim.engines.vllm.report import start_block
 from kvskim.engines.vllm.sampler import ActivitySampler
 from kvskim.engines.vllm.support import BLOCK_SIZES, calibration_refusal, workspace_rows
+from kvskim.engines.vllm.tier import HostValues
 from kvskim.errors import UnsupportedError
 from kvskim.layout import PAGE_TOKENS, ceil_div, padded_group
 from kvskim.metrics import metrics
@@ -35,6 +37,7 @@ from kvskim.ops.step import StepSettings, decode_step
 from kvskim.ops.workspace import StepBuffers, Workspace, table_capacity
 from kvskim.rules import RuleParameters
 from kvskim.selectors import Selector, get_selector
+from kvskim.tier.values import ValueTier
 
 logger = logging.getLogger("vllm.kvskim")
 
@@ -59,6 +62,10 @@ class LayerState:
     settings: StepSettings | None = None
     counts: Tensor | None = None
     covered: Tensor | None = None
+    residency: RecordsLayer | None = None
+    """Values in host memory: which of them are hot; see `tier.HostValues`."""
+    tier: ValueTier | None = None
+    """Where the values are, as soon as the residency is bound."""
 
     @property
     def group(self) -> int:
@@ -73,13 +80,17 @@ class LayerState:
     def value_size(self) -> int:
         return self.latent_size or self.head_size
 
-    def views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    def views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor | ValueTier]:
         """K and V in a cache of this layer, in the shapes of the operations."""
+        if self.residency is not None:
+            if self.tier is None:
+                raise RuntimeError(f"layer {self.name} is used before its residency was bound")
+            return key_view(kv_cache, self.head_size), self.tier
         if self.latent_size is not None:
             return latent_views(kv_cache, self.head_size, self.latent_size)
         return key_value_views(kv_cache, self.head_size)
 
-    def caches(self) -> tuple[Tensor, Tensor]:
+    def caches(self) -> tuple[Tensor, Tensor | ValueTier]:
         """K and V as vLLM has bound them."""
         return self.views(self.module.kv_cache)
 
@@ -90,7 +101,9 @@ class SkimState:
     def __init__(self, vllm_config: VllmConfig) -> None:
         additional = vllm_config.additional_config
         loaded = load_config(additional.get("kvskim") if isinstance(additional, Mapping) else None)
-        for line in loaded.warnings:
+        self.speaks = parallel.is_first_tensor_rank(vllm_config)
+        """Others with the same layers leave logging and counting of what is the same for all to this worker."""
+        for line in loaded.warnings if self.speaks else ():
             logger.warning("kvskim: %s", line)
         self.vllm_config = vllm_config
         self.config = loaded.config
@@ -99,6 +112,7 @@ class SkimState:
         self.layers: dict[str, LayerState] = {}
         self.dense: dict[str, str] = {}
         """Layers that keep full attention, and why."""
+        self.host_values = HostValues(vllm_config, self.config, self.log) if self.config.variant == "mem-v" else None
         self.calibrator: calibrate.Calibrator | None = None
         self.calibration_source = ""
         self.ready: Tensor | None = None
@@ -108,6 +122,7 @@ class SkimState:
         self.metrics = metrics()
         self.sampler: ActivitySampler | None = None
         self.kernels = Choice("", "not chosen yet")
+        self.encode_order = EncodeOrder(self.config.window_pages)
         self.rows = 0
         """Rows that one launch serves; a larger decode batch runs in parts."""
         self.workspaces: dict[tuple[int, int, int], Workspace] = {}
@@ -140,7 +155,9 @@ class SkimState:
         return ceil_div(int(self.vllm_config.model_config.max_model_len), BLOCK_SIZES[-1]) * (BLOCK_SIZES[-1] // PAGE_TOKENS)
 
     def log(self, text: str) -> None:
-        logger.info("kvskim: %s", text)
+        """Say it once for all workers that have the same layers."""
+        if self.speaks:
+            logger.info("kvskim: %s", text)
 
     def refuse(self, refusal: str | None) -> str | None:
         """Stop the engine, or give the reason back where the configuration asks for such layers to be dense; None: nothing speaks against them.
@@ -151,7 +168,8 @@ class SkimState:
         if refusal is not None:
             if self.config.on_unsupported == "refuse":
                 raise UnsupportedError(refusal)
-            self.metrics.unsupported(refusal)
+            if self.speaks:
+                self.metrics.unsupported(refusal)
         return refusal
 
     def add_layer(self, cache_dtype: torch.dtype, **facts: Any) -> LayerState:
@@ -167,6 +185,9 @@ class SkimState:
             raise ValueError(f"vLLM already has a layer named {records.layer_name}")
         layer = LayerState(**facts, records=records)
         layers[records.layer_name] = records
+        if self.host_values is not None:
+            layer.residency = self.host_values.add(layer, cache_dtype)
+            layers[layer.residency.layer_name] = layer.residency
         self.layers[layer.name] = layer
         return layer
 
@@ -177,6 +198,8 @@ class SkimState:
         config = self.config
         self.kernels = choose(config.kernels, device)
         kernels = cast(Kernels, self.kernels.kernels)
+        if device.type == "cuda":
+            self.encode_order.streams = CudaStreams(device)
         forced: dict[str, Any] = dict(sink_pages=config.sink_pages, window_pages=config.window_pages)
         layers = list(self.layers.values())
         table = table_capacity(self.rule, self.page_capacity, **forced)
@@ -200,6 +223,8 @@ class SkimState:
             shape = (self.max_rows, layer.num_kv_heads)
             layer.counts = torch.zeros(shape, dtype=torch.int32, device=device)
             layer.covered = torch.zeros(shape, dtype=torch.float32, device=device)
+        if self.host_values is not None:
+            self.host_values.allocate(kernels, self.rows, self.page_capacity, device, dtype)
         self.sampler = ActivitySampler(layers, device, self.metrics)
         self._calibrate(layers, device, dtype)
         self.metrics.calibrated(self.calibrator is None)
@@ -210,7 +235,7 @@ class SkimState:
             self.config, self.selector, self.vllm_config, [layer.index for layer in layers]
         )
         if calibration is not None:
-            total_heads, first, count = calibrate.heads_of_this_rank(self.vllm_config)
+            total_heads, first, count = parallel.heads_of_this_rank(self.vllm_config)
             for layer in layers:
                 tables = calibrate.rank_tables(self.selector, calibration, layer.index, total_heads, layer.head_size, first, count)
                 calibrate.copy_tables(layer.tables, tables)
@@ -236,7 +261,7 @@ class SkimState:
 
     def report(self) -> None:
         """Log the start block, once."""
-        if not self._reported:
+        if self.speaks and not self._reported:
             self._reported = True
             for line in start_block(self):
                 logger.info("%s", line)
@@ -246,14 +271,23 @@ class SkimState:
         if not self.layers:
             self.report()
 
-    def encode(self, layer: LayerState, slot_mapping: Tensor) -> None:
-        """Make the records of the pages that these slots (int64, -1: none) complete, from the keys in the cache."""
+    def keys_written(self, layer: LayerState, slot_mapping: Tensor, *, alone: bool) -> None:
+        """A step has written the keys of these slots (int64, -1: none): make the records of the pages that they complete.
+
+        Args:
+            alone: the step has decode rows and no others, so `decode` follows for all of them.
+        """
+        self.encode_order.written(layer.name, lambda aside: self.encode(layer, slot_mapping, aside=aside), alone=alone)
+
+    def encode(self, layer: LayerState, slot_mapping: Tensor, *, aside: bool = False) -> None:
+        """Make the records of the pages that these slots (int64, -1: none) complete, from the keys in the cache. aside: on a side stream."""
         records = layer.records.records
         if records is None or layer.tables is None:
             raise RuntimeError(f"layer {layer.name} writes keys before vLLM's profiling run, or before its records were bound")
         kernels = self.kernels.kernels
-        # Overlapped, as the decode kernels behind it are: it waits for the keys itself.
-        encode(self.selector, layer.tables, layer.caches()[0], slot_mapping, records, kernels=kernels, overlap=kernels == "cuda")
+        # Overlapped, as the decode kernels behind it are: it waits for the keys itself. On a side stream there is nothing to overlap with.
+        overlap = kernels == "cuda" and not aside
+        encode(self.selector, layer.tables, layer.caches()[0], slot_mapping, records, kernels=kernels, overlap=overlap)
 
     def decode(
         self, layer: LayerState, query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor, *, alone: bool
@@ -271,7 +305,8 @@ class SkimState:
         records = layer.records.records
         if records is None or layer.settings is None or layer.counts is None or layer.covered is None or self.ready is None:
             raise RuntimeError(f"layer {layer.name} decodes before vLLM's profiling run, or before its records were bound")
-        key_cache, value_cache = layer.views(kv_cache)
+        key_cache, values = layer.views(kv_cache)
+        fetching = self.host_values.scratch if self.host_values is not None else None
         workspace = self.workspaces[layer.geometry]
         # A wider table than requests can fill would ask for more scratch memory than there is.
         block_table = block_table[:, : self.page_capacity * PAGE_TOKENS // key_cache.shape[1]]
@@ -280,9 +315,10 @@ class SkimState:
             shared = self._step_buffers(layer.geometry, rows.stop - rows.start)
             buffers = replace(shared, counts=layer.counts[rows], covered=layer.covered[rows])
             decode_step(
-                self._settings_for(layer, rows.stop - rows.start, key_cache, alone), query[rows], key_cache, value_cache, records, block_table[rows],
-                seq_lens[rows], ready=self.ready, workspace=workspace, buffers=buffers, out=out[rows],
+                self._settings_for(layer, rows.stop - rows.start, key_cache, alone), query[rows], key_cache, values, records, block_table[rows],
+                seq_lens[rows], ready=self.ready, workspace=workspace, buffers=buffers, out=out[rows], fetching=fetching,
             )
+        self.encode_order.attended(layer.name)
 
     def _settings_for(self, layer: LayerState, rows: int, key_cache: Tensor, alone: bool) -> StepSettings:
         """The settings of a layer for a launch of so many rows, which decide up to which length all is attended where the configuration leaves it open."""
@@ -291,8 +327,9 @@ class SkimState:
         if key not in self._settings:
             row_bytes = key_cache.element_size() * (layer.head_size + (0 if layer.latent_size is not None else layer.value_size))
             rule = self.rule_of(rows, layer.num_kv_heads, row_bytes, latent=layer.latent_size is not None)
-            # A page that a row of one token completes is in its window, so its other records were made before. Not so beside a prefill: the prefix
-            # cache gives its blocks away in the step that fills them, and a prompt that is in them but for its last token is such a row.
+            # A page that a row of one token completes is in its window, so its other records were made before. The prefix cache gives a block away in
+            # the step that fills it: a prompt that is in such blocks but for its last token is such a row too. Beside decode rows one page of it can
+            # be new, the last full one, for which score waits; beside a prefill any number.
             self._settings[key] = replace(layer.settings, rule=rule, settled=layer.settings.overlap and alone)
         return self._settings[key]
 
@@ -301,7 +338,7 @@ class SkimState:
         if self.config.full_pages != "auto":
             return self.rule
         forced = self.config.sink_pages + self.config.window_pages
-        return whole_rule(self.rule, forced, rows, kv_heads, row_bytes, fast=self.kernels.kernels == "cuda" and not latent)
+        return whole_rule(self.rule, forced, rows, kv_heads, row_bytes, fast=self.kernels.kernels == "cuda", latent=latent)
 
     def _step_buffers(self, geometry: tuple[int, int, int], rows: int) -> StepBuffers:
         # Views are made once for each number of rows: eager steps would pay for them in every layer.

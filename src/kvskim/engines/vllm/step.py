@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvskim.engines.vllm import parallel
 from kvskim.engines.vllm.calibrate import Segment
 from kvskim.engines.vllm.state import SkimState
 
@@ -32,7 +33,9 @@ def begin_step(state: SkimState, layer_names: Sequence[str], common: Any, decode
         if state.calibrator is not None:
             state.calibrator.plan(common)
     if first:
-        state.metrics.step(decode_rows, common.num_reqs - decode_rows, calibrated=state.calibrator is None)
+        if parallel.is_first_worker(state.vllm_config):
+            # All workers have the same steps; pages and mass are of each one's own heads and layers.
+            state.metrics.step(decode_rows, common.num_reqs - decode_rows, calibrated=state.calibrator is None)
         if state.sampler is not None:
             state.sampler.before_step(state.last_lengths)
     return () if state.calibrator is None else state.calibrator.planned(common)

@@ -14,6 +14,7 @@ import numpy as np
 OLDEST_VLLM = (0, 24)
 NEWEST_VLLM = (0, 33)
 MLA_VLLM = (0, 24)
+TIER_VLLM = (0, 24)
 MLA_HEAD_SIZES = (320, 576)
 """Latent and rotary channels together."""
 LARGEST_MLA_GROUP = 128
@@ -37,7 +38,8 @@ class EngineFacts:
     ``vllm_version`` as vLLM reports it; ``capability`` of the GPU, (9, 0) for an H200; ``dtype`` of the model without "torch.";
     ``cache_dtype`` as given to vLLM; ``context_parallel``: decode times prefill context-parallel size; ``connector``: KV connector, with its kind of
     store where that is not the memory of this machine; ``fused_mla_update``: vLLM's compiler joins the rotary embedding of latent attention with
-    the write into its cache.
+    the write into its cache; ``pinned_memory``: the GPU can read and write page-locked memory of the host; ``dense_layers``: some layers are to keep full
+    attention.
     """
 
     vllm_version: str = "0.24.0"
@@ -54,6 +56,9 @@ class EngineFacts:
     sleep_mode: bool = False
     fused_mla_update: bool = False
     variant: str = "fast"
+    speculative: bool = False
+    pinned_memory: bool = True
+    dense_layers: bool = False
     page_frame: bool = False
     selector: str = "sketch"
 
@@ -115,12 +120,47 @@ def engine_refusal(facts: EngineFacts) -> str | None:
         return f"kvskim does not work with dual batch overlap, because both halves would use one workspace: leave out --enable-dbo, or {WAY_OUT}"
     if facts.connector is not None and facts.connector not in CONNECTORS:
         return f"kvskim can't rely on KV connector {facts.connector} to keep records with their keys: use {' or '.join(CONNECTORS[:2])}, or {WAY_OUT}"
-    if facts.variant != "fast":
-        return f"variant {facts.variant!r} is not there yet in vLLM: set variant to 'fast'"
+    if facts.variant == "mem-kv":
+        return "variant 'mem-kv' is not there yet in vLLM: set variant to 'mem-v' or 'fast'"
+    tier = tier_refusal(facts) if facts.variant == "mem-v" else None
+    if tier is not None:
+        return tier
     if facts.page_frame:
         return "selector option page_frame is a reference option without a kernel: leave it out in vLLM"
     if facts.selector == "oracle":
         return "selector 'oracle' keeps no records and is for evaluation only: choose another selector in vLLM"
+    return None
+
+
+def tier_refusal(facts: EngineFacts) -> str | None:
+    """Why values can't be in host memory in this engine, beside what `engine_refusal` says, or None.
+
+    Values are where `do_kv_cache_update` puts them: whatever writes, copies or moves the cache of a layer past it would miss them.
+    """
+    out = "or set variant to 'fast'"
+    if parse_version(facts.vllm_version) != TIER_VLLM:
+        return f"variant 'mem-v' works with vLLM {_dotted(TIER_VLLM)} only, and this is vLLM {facts.vllm_version}: install that version, {out}"
+    if facts.connector is not None:
+        return f"variant 'mem-v' does not work with KV connectors, which would not move its values, and this is {facts.connector}: leave it out, {out}"
+    if facts.sleep_mode:
+        return f"variant 'mem-v' does not work with sleep mode, which would not keep its values: leave out --enable-sleep-mode, {out}"
+    if facts.speculative:
+        return f"variant 'mem-v' does not work with speculative decoding yet: leave out --speculative-config, {out}"
+    if facts.dense_layers:
+        return f"variant 'mem-v' keeps the values of all layers in host memory, so no layer can keep full attention: leave out dense_layers, {out}"
+    if not facts.pinned_memory:
+        return "variant 'mem-v' needs page-locked host memory, which this machine does not have: set variant to 'fast'"
+    return None
+
+
+def tier_layer_refusal(dense: dict[str, str]) -> str | None:
+    """Why a model can't have its values in host memory because of layers that keep full attention, or None.
+
+    Args:
+        dense: names of such layers, and why.
+    """
+    for name, reason in dense.items():
+        return f"variant 'mem-v' needs every layer of a model, and {name} keeps full attention ({reason.split(': ')[0]}): set variant to 'fast'"
     return None
 
 
@@ -129,6 +169,8 @@ def mla_refusal(facts: EngineFacts) -> str | None:
     if parse_version(facts.vllm_version) != MLA_VLLM:
         only = f"kvskim makes latent attention (MLA) sparse with vLLM {_dotted(MLA_VLLM)} only"
         return f"{only}, and this is vLLM {facts.vllm_version}: install that version, or {WAY_OUT}"
+    if facts.variant != "fast":
+        return f"variant {facts.variant!r} is not there for latent attention (MLA), whose values are part of its keys: set variant to 'fast'"
     if facts.connector in CONNECTORS[:2]:
         return f"kvskim does not work with KV connector {facts.connector} and latent attention (MLA) yet: leave the connector out, or {WAY_OUT}"
     if facts.fused_mla_update:

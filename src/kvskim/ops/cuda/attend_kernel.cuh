@@ -19,6 +19,8 @@
 // At 4.3 TB/s over 132 SMs a latency of one microsecond needs 33 KB under way on an SM.
 // A grid of at most one CTA for each SM takes the deep variant: up to 36 KB a warp, 16-bit, D = 128: 4 stages = 139264, 122 KB under way.
 //
+// TIERED: the values are in host memory (ValueTier). Only the address that a page of V is copied from differs, so the result has the same bits.
+//
 // Splits are put together by the CTAs of a cluster through shared memory (attend_cluster.cuh), or through global memory (attend_tickets.cuh).
 #pragma once
 #include "attend_cluster.cuh"
@@ -53,10 +55,11 @@ struct AttendShape {
 // Where a lane finds one of the coming pages of its warp.
 struct PageAddress {
   int block;
-  int where;  // first token within the block, times 32, plus the number of tokens that count (0 to 16)
+  int where;   // first token within the block, times 32, plus the number of tokens that count (0 to 16)
+  int source;  // of a tier: slot + 1, or -1 - (page * heads + head) where the values are read from the host
 };
 
-template <int DIM, int TILES, int KIND, bool DEEP>
+template <int DIM, int TILES, int KIND, bool DEEP, bool TIERED>
 __global__ void __launch_bounds__(kAttendThreads, DEEP ? 1 : AttendShape<DIM, TILES, KIND, DEEP>::kBlocks)
 attend_kernel(const __grid_constant__ AttendParameters a) {
   using Shape = AttendShape<DIM, TILES, KIND, DEEP>;
@@ -99,11 +102,16 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
     return j < mine ? (identity ? index : table[index]) : -1;
   };
   const auto locate = [&](int page) {
-    PageAddress address{0, 0};
+    PageAddress address{0, 0, 0};
     if (page >= 0 && page < total) {
       const int block = static_cast<int>(static_cast<uint64_t>(page) * a.block_multiplier >> a.block_shift);
       address.block = a.block_table[request * a.block_table_stride + block];
       address.where = (page - block * a.pages_per_block) * (kPageTokens * 32) + min(kPageTokens, tokens - page * kPageTokens);
+      if constexpr (TIERED) {
+        const int key = (address.block * a.pages_per_block + page - block * a.pages_per_block) * a.heads + head;
+        const int place = a.tier.directory[key];
+        address.source = place > 0 ? place : -1 - key;
+      }
     }
     return address;
   };
@@ -181,10 +189,8 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
   const uint8_t* key_lane = a.key.data + head * a.key.head_bytes + copy_row * a.key.token_bytes + copy_chunk * 16;
   const uint8_t* value_lane = a.value.data + head * a.value.head_bytes + copy_row * a.value.token_bytes + copy_chunk * 16;
 
-  const auto copy_half = [&](uint32_t to, const uint8_t* lane_start, const CacheView& view, PageAddress at) {
-    const uint8_t* from = lane_start + at.block * view.block_bytes + (at.where >> 5) * view.token_bytes;
-    const int valid = at.where & 31;
-    const int64_t advance = Shape::kRows * view.token_bytes;
+  const auto copy_rows = [&](uint32_t to, const uint8_t* from, int64_t token_bytes, int valid) {
+    const int64_t advance = Shape::kRows * token_bytes;
     if (copies) {
       if (valid == kPageTokens) {
 #pragma unroll
@@ -201,8 +207,23 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
       }
     }
   };
+  const auto copy_keys = [&](uint32_t to, PageAddress at) {
+    copy_rows(to, key_lane + at.block * a.key.block_bytes + (at.where >> 5) * a.key.token_bytes, a.key.token_bytes, at.where & 31);
+  };
+  const auto copy_values = [&](uint32_t to, PageAddress at) {
+    if constexpr (TIERED) {
+      constexpr int kRowBytes = DIM * Shape::kElementBytes;
+      const bool is_hot = at.source > 0;
+      const uint8_t* page = (is_hot ? a.tier.hot : a.tier.host) + static_cast<int64_t>(is_hot ? at.source - 1 : -1 - at.source) * (kPageTokens * kRowBytes);
+      copy_rows(to, page + copy_row * kRowBytes + copy_chunk * 16, kRowBytes, at.where & 31);
+    } else {
+      copy_rows(to, value_lane + at.block * a.value.block_bytes + (at.where >> 5) * a.value.token_bytes, a.value.token_bytes, at.where & 31);
+    }
+  };
   const auto broadcast = [&](int j) {
-    return PageAddress{__shfl_sync(kAllLanes, current.block, j & 31), __shfl_sync(kAllLanes, current.where, j & 31)};
+    PageAddress at{__shfl_sync(kAllLanes, current.block, j & 31), __shfl_sync(kAllLanes, current.where, j & 31), 0};
+    if constexpr (TIERED) at.source = __shfl_sync(kAllLanes, current.source, j & 31);
+    return at;
   };
 
   uint32_t valid_ring = 0;  // valid tokens of the pages in the ring, five bits each, the latest lowest
@@ -210,9 +231,9 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
   for (int j = 0; j < kStages; ++j) {
     const PageAddress at = broadcast(j);
     valid_ring = valid_ring << 5 | (at.where & 31);
-    if (j < mine) copy_half(ring + j * Shape::kPage, key_lane, a.key, at);
+    if (j < mine) copy_keys(ring + j * Shape::kPage, at);
     commit_copies();
-    if (j < mine) copy_half(ring + j * Shape::kPage + Shape::kHalfPage, value_lane, a.value, at);
+    if (j < mine) copy_values(ring + j * Shape::kPage + Shape::kHalfPage, at);
     commit_copies();
   }
 
@@ -265,7 +286,7 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
     __syncwarp();
 
     const int j = i + kStages;
-    PageAddress at{0, 0};
+    PageAddress at{0, 0, 0};
     if (j < mine) {
       if ((j & 31) == 0) {
         current = next;
@@ -273,7 +294,7 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
         page_after_next = read_page(j + 64 + lane);
       }
       at = broadcast(j);
-      copy_half(ring + slot, key_lane, a.key, at);
+      copy_keys(ring + slot, at);
     }
     commit_copies();
     valid_ring = valid_ring << 5 | (at.where & 31);
@@ -331,7 +352,7 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
     }
     __syncwarp();
 
-    if (j < mine) copy_half(ring + slot + Shape::kHalfPage, value_lane, a.value, at);
+    if (j < mine) copy_values(ring + slot + Shape::kHalfPage, at);
     commit_copies();
     slot = slot + Shape::kPage == Shape::kRing ? 0 : slot + Shape::kPage;
   }

@@ -15,10 +15,19 @@ struct CacheView {
   int64_t block_bytes, token_bytes, head_bytes;
 };
 
+// Values in host memory: page by page and head by head, each a run of kPageTokens rows, in `host`; copies of some in the slots of `hot`.
+// directory[page * heads + head] is the slot + 1, or 0 where there is no copy.
+struct ValueTier {
+  const uint8_t* host;
+  const uint8_t* hot;
+  const int* directory;
+};
+
 struct AttendParameters {
   const uint16_t* query;
   int64_t query_request_stride, query_head_stride;
-  CacheView key, value;
+  CacheView key, value;      // the value cache is not used where there is a tier
+  ValueTier tier;
   const int* block_table;
   int64_t block_table_stride;
   const int* seq_lens;

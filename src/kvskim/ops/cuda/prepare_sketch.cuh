@@ -102,6 +102,13 @@ __device__ __forceinline__ void keep_here(T& value) {
   asm volatile("" : "+l"(value));
 }
 
+// Into the L2 cache: elements of two bytes of a row, from `first` on. The four lanes of a quad share the row, a line of 128 bytes each in turn.
+template <class T>
+__device__ __forceinline__ void prefetch_row(const T* row, int elements, int first, int quad_lane) {
+  static_assert(sizeof(T) == 2);
+  for (int at = first + 64 * quad_lane; at < elements; at += 256) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + at));
+}
+
 // Steps of 32 channels that are loaded together. Steps past the end are zeros.
 constexpr int kSteps = 4;
 

@@ -67,6 +67,9 @@ __device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int b
     const uint2 coefficients = load8_here(p.slot_coefficient + slot + 4 * q);
     digits = load4_here(p.slot_digit + slot + 4 * q);
     load_rows(0);
+    // Rows that are longer than one load: the rest goes to the L2 cache now, for behind the wait its loads come one latency after the other.
+    prefetch_row(p.query_matrix + (slot + g) * p.dim, p.dim, kSteps * 32, q);
+    prefetch_row(p.query_matrix + (slot + g + 8) * p.dim, p.dim, kSteps * 32, q);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int coefficient = static_cast<int16_t>((i < 2 ? coefficients.x : coefficients.y) >> (16 * (i & 1)));

@@ -121,7 +121,10 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   const int index = blockIdx.x * kWarps + warp, rest = index / p.heads;
   const int head = index - rest * p.heads, request = rest / p.chunks, chunk = rest - request * p.chunks;
   if (!p.settled) wait_previous_kernel();
-  const int total = request < p.requests ? ceil_div(p.seq_lens[request], kPageTokens) : 0;
+  const int length = request < p.requests ? p.seq_lens[request] : 0, total = ceil_div(length, kPageTokens);
+  // A request that has just found all but the last token of its prompt in the prefix cache may share its last full page with a row that
+  // completes this page in the same step: then the kernels ahead make its record, and with a window of one page it is a candidate here.
+  if (p.window_pages == 1 && (length & (kPageTokens - 1)) == 1) wait_previous_kernel();
   const int pages = total > p.full_pages ? total - p.window_pages : 0;
   // Even a warp without work waits: the end of this grid must mean that the kernel ahead has ended too, for the one behind reads its results.
   if (chunk * kTilePages >= pages) return wait_previous_kernel();

@@ -42,7 +42,12 @@ def chunk_count(requests: int, heads: int, padded_group: int, page_capacity: int
     return _chunks(requests, heads, padded_group, page_capacity, multiprocessors)
 
 
-def _page_shift(block_size: int) -> int:
+def page_shift(block_size: int) -> int:
+    """log2 of the pages of a block.
+
+    Raises:
+        ValueError: block_size is not 16 times a power of two.
+    """
     pages = block_size // PAGE_TOKENS
     if pages < 1 or block_size % PAGE_TOKENS or pages & (pages - 1):
         raise ValueError(f"block_size is {block_size}; it must be a power of two and at least {PAGE_TOKENS}")
@@ -78,7 +83,7 @@ def prepare_sketch(
         pointer(query), query.stride(0), query.stride(1), ELEMENT_TYPES[query.dtype], pointer(query_matrix),
         pointer(slot_coefficient), pointer(slot_digit), pointer(mean), pointer(key_cache), key_cache.stride(0), key_cache.stride(1),
         key_cache.stride(2), ELEMENT_TYPES[key_cache.dtype], pointer(block_table), block_table.stride(0), pointer(seq_lens), pointer(weights),
-        pointer(base), pointer(forced), requests, heads, query.shape[1] // heads, dim, _page_shift(key_cache.shape[1]), sink_pages,
+        pointer(base), pointer(forced), requests, heads, query.shape[1] // heads, dim, page_shift(key_cache.shape[1]), sink_pages,
         window_pages, full_pages, scale, softcap, k_scale, flags, stream(query.device),
     )
 
@@ -100,6 +105,6 @@ def score_sketch(
     requests, heads, capacity, _ = scores.shape
     _score(
         pointer(records), pointer(block_table), block_table.stride(0), pointer(seq_lens), pointer(weights), pointer(forced),
-        pointer(scores), pointer(partials), requests, heads, group, capacity, partials.shape[2], _page_shift(block_size), sink_pages,
+        pointer(scores), pointer(partials), requests, heads, group, capacity, partials.shape[2], page_shift(block_size), sink_pages,
         window_pages, full_pages, flags, stream(scores.device),
     )

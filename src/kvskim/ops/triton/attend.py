@@ -1,7 +1,8 @@
 """Portable twin of the CUDA attend kernel: pages of one (request, kv head) in splits, then one program per query head merges them.
 
 Groups of more than 64 query heads take several programs per split. Where the values are the first channels of the keys in the same memory,
-`kvskim.ops.triton.attend_latent` does the splits.
+`kvskim.ops.triton.attend_latent` does the splits. Where the values are in host memory, the same kernel reads each page from its slot of the hot
+cache, or from the host if it has none: the arithmetic, and so every bit of the result, is that of values in GPU memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from torch import Tensor
 
 from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.attend_plan import head_block, head_blocks
-from kvskim.ops.triton.attend_latent import latent_split_kernel, live_count
+from kvskim.ops.triton.attend_latent import latent_form, latent_split_kernel, live_count
+from kvskim.tier.values import ValueTier
+
+WIDEST_WITH_MANY_HEADS = 256
+"""Channels, padded, up to which one program of `_split_kernel` attends for more than 16 query heads: more do not fit in shared memory."""
 
 MERGE_ELEMENTS = 8192
 """Partial values that one program of the merge holds in registers."""
@@ -32,14 +37,17 @@ def _widen_e4m3(byte):
 # Sizes of a batch are not specialised: one compilation serves every batch.
 @triton.jit(do_not_specialize=["table_stride", "table_capacity", "splits", "pages_per_split"])
 def _split_kernel(
-    query, key_cache, value_cache, block_table, seq_lens, pages, counts, partials, partial_pairs,
+    query, key_cache, value_cache, hot_values, directory, block_table, seq_lens, pages, counts, partials, partial_pairs,
     query_stride_r, query_stride_h, key_stride_b, key_stride_t, key_stride_h, value_stride_b, value_stride_t, value_stride_h, table_stride,
     table_capacity, splits, pages_per_split, logit_scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_BLOCK: tl.constexpr, HEAD_BLOCKS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr, TILE_PAGES: tl.constexpr, SOFTCAP: tl.constexpr,
-    EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    EIGHT_BIT: tl.constexpr, TIERED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """Maximum, sum and weighted values over every live-splits-th page, TILE_PAGES pages at a time. Logits are in base 2."""
+    """Maximum, sum and weighted values over every live-splits-th page, TILE_PAGES pages at a time. Logits are in base 2.
+
+    TIERED: ``value_cache`` is the host pool of a `kvskim.tier.values.ValueTier`; its strides are not used.
+    """
     pair = tl.program_id(0) // HEAD_BLOCKS
     split = tl.program_id(1)
     request = pair // HEADS
@@ -72,8 +80,17 @@ def _split_kernel(
         in_block = (page % PAGES_PER_BLOCK) * 16 + t % 16
         key_rows = key_cache + block * key_stride_b + in_block * key_stride_t + head * key_stride_h
         k = tl.load(key_rows[:, None] + d[None, :], mask=live[:, None] & in_row[None, :], other=0)
-        value_rows = value_cache + block * value_stride_b + in_block * value_stride_t + head * value_stride_h
-        v = tl.load(value_rows[:, None] + e[None, :], mask=live[:, None] & in_value[None, :], other=0)
+        if TIERED:
+            key = (block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK) * HEADS + head
+            place = tl.load(directory + key, mask=live, other=0)
+            hot_rows = hot_values + ((place - 1).to(tl.int64) * 16 + t % 16) * VALUE_DIM
+            v = tl.load(hot_rows[:, None] + e[None, :], mask=(live & (place > 0))[:, None] & in_value[None, :], other=0)
+            host_rows = value_cache + (key * 16 + t % 16) * VALUE_DIM
+            direct = tl.load(host_rows[:, None] + e[None, :], mask=(live & (place <= 0))[:, None] & in_value[None, :], other=0)
+            v = tl.where((place > 0)[:, None], v, direct)
+        else:
+            value_rows = value_cache + block * value_stride_b + in_block * value_stride_t + head * value_stride_h
+            v = tl.load(value_rows[:, None] + e[None, :], mask=live[:, None] & in_value[None, :], other=0)
         if EIGHT_BIT:
             k = _widen_e4m3(k).to(q.dtype)
             v = _widen_e4m3(v).to(q.dtype)
@@ -105,8 +122,11 @@ def _split_kernel(
 def _merge_kernel(
     partials, partial_pairs, seq_lens, counts, out, lse, out_stride_r, out_stride_h, table_capacity, splits, pages_per_split, v_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr, SPLITS_PADDED: tl.constexpr, WITH_LSE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per query head and CHANNELS channels; all splits are loaded at once, because one after the other is one latency after the other."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     request = tl.program_id(0)
     query_head = tl.program_id(1)
     pair = request * HEADS + query_head // GROUP
@@ -135,47 +155,57 @@ def _merge_kernel(
 
 
 def attend_triton(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, out: Tensor,
+    query: Tensor, key_cache: Tensor, values: Tensor | ValueTier, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, out: Tensor,
     lse: Tensor | None, partials: Tensor, splits: int, pages_per_split: int, scale: float, softcap: float, k_scale: float, v_scale: float,
-    shared_rows: bool,
+    shared_rows: bool, overlap: bool = False,
 ) -> None:
     """Arguments as checked by `kvskim.ops.attend.attend`; splits and pages_per_split from `kvskim.ops.attend_plan.attend_plan`.
 
-    shared_rows: the values are the first channels of the keys.
+    values: the value cache, or where the values are when they are in host memory. shared_rows: the values are the first channels of the keys.
+    overlap: programmatic dependent launches (only where rows are shared).
     """
     requests, query_heads, dim = query.shape
+    tiered = isinstance(values, ValueTier)
+    value_cache = values.host if isinstance(values, ValueTier) else values
+    hot, directory = (values.hot, values.directory) if isinstance(values, ValueTier) else (value_cache, block_table)
     heads, value_dim = key_cache.shape[2], value_cache.shape[3]
     group = query_heads // heads
     padded, value_padded = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     eight_bit = key_cache.element_size() == 1
     if eight_bit:
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+        hot = value_cache
     pairs = partials[requests * heads * splits * group * value_dim :]
     block, blocks = head_block(group), head_blocks(group)
+    if not shared_rows and max(padded, value_padded) > WIDEST_WITH_MANY_HEADS:
+        block, blocks = 16, triton.cdiv(group, 16)
+    overlap = overlap and shared_rows
     common: dict[str, Any] = dict(
         HEADS=heads, GROUP=group, HEAD_BLOCK=block, HEAD_BLOCKS=blocks, VALUE_DIM=value_dim, VALUE_PADDED=value_padded,
         PAGES_PER_BLOCK=key_cache.shape[1] // PAGE_TOKENS, SOFTCAP=softcap > 0, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        INTERPRETED=query.device.type == "cpu", num_warps=4 if block == 16 else 8, num_stages=2,
+        INTERPRETED=query.device.type == "cpu",
     )
     if shared_rows:
         latent_split_kernel[(requests * heads * blocks, splits)](
             query, key_cache, block_table, seq_lens, pages, counts, partials, pairs,
             query.stride(0), query.stride(1), key_cache.stride(0), key_cache.stride(1), key_cache.stride(2), block_table.stride(0),
             pages.shape[2], splits, pages_per_split, scale * k_scale, softcap,
-            REST=dim - value_dim, REST_PADDED=max(16, triton.next_power_of_2(dim - value_dim)), TILE_PAGES=2, **common,
+            REST=dim - value_dim, REST_PADDED=max(16, triton.next_power_of_2(dim - value_dim)), OVERLAP=overlap, launch_pdl=overlap,
+            **latent_form(block), **common,
         )
     else:
         _split_kernel[(requests * heads * blocks, splits)](
-            query, key_cache, value_cache, block_table, seq_lens, pages, counts, partials, pairs,
+            query, key_cache, value_cache, hot, directory, block_table, seq_lens, pages, counts, partials, pairs,
             query.stride(0), query.stride(1), key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
             value_cache.stride(0), value_cache.stride(1), value_cache.stride(2), block_table.stride(0),
             pages.shape[2], splits, pages_per_split, scale * k_scale, softcap,
-            DIM=dim, DIM_PADDED=padded, TILE_PAGES=4 if max(padded, value_padded) <= 128 else 2, EIGHT_BIT=eight_bit, **common,
+            DIM=dim, DIM_PADDED=padded, TILE_PAGES=4 if max(padded, value_padded) <= 128 else 2, EIGHT_BIT=eight_bit, TIERED=tiered,
+            num_warps=4 if block == 16 else 8, num_stages=2, **common,
         )
     splits_padded = triton.next_power_of_2(splits)
     channels = min(value_padded, max(16, MERGE_ELEMENTS // splits_padded))
     _merge_kernel[(requests, query_heads, triton.cdiv(value_dim, channels))](
         partials, pairs, seq_lens, counts, out, query if lse is None else lse, out.stride(0), out.stride(1), pages.shape[2], splits,
         pages_per_split, v_scale, HEADS=heads, GROUP=group, DIM=value_dim, CHANNELS=channels, SPLITS_PADDED=splits_padded,
-        WITH_LSE=lse is not None, num_warps=4,
+        WITH_LSE=lse is not None, OVERLAP=overlap, launch_pdl=overlap, num_warps=4,
     )

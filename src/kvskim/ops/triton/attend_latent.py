@@ -10,6 +10,14 @@ import triton
 import triton.language as tl
 
 
+def latent_form(head_block: int) -> dict[str, int]:
+    """Pages of a tile, warps and stages of `latent_split_kernel`, so that queries, tiles and sums of 576 channels fit a Hopper multiprocessor.
+
+    With 16 query heads a tile of four pages is what a split usually has to do, so that its loads are one latency after the other only once.
+    """
+    return {"TILE_PAGES": 4 if head_block <= 32 else 2, "num_warps": 8, "num_stages": 2}
+
+
 @triton.jit
 def live_count(seq_lens, counts, request, pair, table_capacity):
     """Tokens of the request, pages to attend, and how many of them the table names (none when it is the identity)."""
@@ -28,9 +36,15 @@ def latent_split_kernel(
     query_stride_r, query_stride_h, stride_b, stride_t, stride_h, table_stride, table_capacity, splits, pages_per_split, logit_scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_BLOCK: tl.constexpr, HEAD_BLOCKS: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr, TILE_PAGES: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """One program per (request, kv head, block of query heads) and split. Logits are in base 2."""
+    """One program per (request, kv head, block of query heads) and split. Logits are in base 2.
+
+    OVERLAP: the launch may begin before the kernel ahead of it has ended, and waits here; and so may the merge behind it.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(0) // HEAD_BLOCKS
     split = tl.program_id(1)
     request = pair // HEADS

@@ -123,7 +123,9 @@ def _score_kernel(
         page = tile * 16 + tl.arange(0, 16)
         live = page < scored
         block = tl.load(block_table + request.to(tl.int64) * table_stride + page // PAGES_PER_BLOCK, mask=live, other=0).to(tl.int64)
-        record = records + ((block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK) * KV_HEADS + head) * RECORD_WORDS
+        # Triton 3.6 takes multiples of numbers that count up for more divisible than they are, and reads odd record sizes in too wide pieces.
+        physical = tl.multiple_of(block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK, 1)
+        record = records + (physical * KV_HEADS + head) * RECORD_WORDS
         if FORM == "principal":
             score = _principal_score(
                 record, live, query_row, in_group, scale, HEAD_DIM, STEP, WIDE, RANK, VECTOR_BITS, COORDINATE_BITS, MEAN_SCALE_AT, VECTORS_AT,

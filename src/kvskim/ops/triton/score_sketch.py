@@ -35,6 +35,13 @@ def weight_bytes(requests: int, heads: int, group: int, record_bytes: int) -> in
     return requests * heads * padded_group(group) * (4 * record_bytes + 4 * PAGE_TOKENS)
 
 
+def scan_form(columns: int) -> tuple[int, int]:
+    """Query heads and warps of a program of the scan, for groups padded to ``columns``: reading and unpacking records is shared by more heads of
+    large groups, whose logits of 16 pages must still stay in registers.
+    """
+    return (32, 8) if columns >= 32 else (16, 4)
+
+
 @triton.jit
 def _slot_weights(
     query_row, matrix, slot_coefficient, slot_digit, slot, scale, in_group, HEAD_DIM: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr,
@@ -105,8 +112,9 @@ def _score_kernel(
     records, block_table, seq_lens, weights, scales, forced, scores, partials, table_stride, capacity, chunks, sink_pages, window_pages,
     HEADS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, RECORD_BYTES: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr,
     HALF_ROWS: tl.constexpr, POSITION: tl.constexpr, WORD_START: tl.constexpr, MODE_START: tl.constexpr, HEAD_TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """One program per (request, kv head and 16 query heads, chunk of 16-page tiles)."""
+    """One program per (request, kv head and WIDTH query heads, chunk of 16-page tiles)."""
     request = tl.program_id(0)
     head = tl.program_id(1) // HEAD_TILES
     chunk = tl.program_id(2)
@@ -114,7 +122,7 @@ def _score_kernel(
     if chunk * 16 >= pages:
         return
     row = request.to(tl.int64) * HEADS + head
-    g = tl.program_id(1) % HEAD_TILES * 16 + tl.arange(0, 16)
+    g = tl.program_id(1) % HEAD_TILES * WIDTH + tl.arange(0, WIDTH)
     stored = g < COLUMNS
     t = tl.arange(0, 16).to(tl.float32)
     # A half row is two neighbouring words of each lane of a quad: eight bytes in each quarter of a 64-byte line.
@@ -124,16 +132,16 @@ def _score_kernel(
     weights += row * (4 * RECORD_BYTES) * COLUMNS
     scales += row * 16 * COLUMNS
     reference = tl.load(forced + row * COLUMNS + g, mask=stored, other=0.0)
-    mass = tl.zeros([16], tl.float32)
+    mass = tl.zeros([WIDTH], tl.float32)
     for tile in range(chunk, (pages + 15) // 16, chunks):
         page = tile * 16 + tl.arange(0, 16)
         known = tl.minimum(page, pages - 1)
         block = tl.load(block_table + request.to(tl.int64) * table_stride + known // PAGES_PER_BLOCK).to(tl.int64)
         record = records + ((block * PAGES_PER_BLOCK + known % PAGES_PER_BLOCK) * HEADS + head) * RECORD_BYTES
-        logits = tl.zeros([16, 16, 16], tl.float32)  # token, page, query head
+        logits = tl.zeros([16, 16, WIDTH], tl.float32)  # token, page, query head
         for mode in tl.static_range(16):
             if HALF_ROWS[mode] > 0:
-                total = tl.zeros([16, 16], tl.int32)
+                total = tl.zeros([16, WIDTH], tl.int32)
                 for half_row in range(HALF_ROWS[mode]):
                     word = WORD_START[mode] + 2 * half_row
                     x = tl.load(record[:, None] + (64 * (word // 4) + 4 * (word % 4)) + byte_of[None, :])
@@ -184,9 +192,11 @@ def score_sketch(
         scale, window_pages, HEADS=heads, GROUP=group, COLUMNS=columns, HEAD_DIM=dim, SLOTS=layout.slots, MODE_START=layout.mode_start,
         STEP=64, WIDE=wide, HEAD_TILES=tiles, num_warps=4,
     )
+    width, warps = scan_form(columns)
+    tiles = ceil_div(group, width)
     _score_kernel[(requests, heads * tiles, partials.shape[2])](
         records, block_table, seq_lens, weights, scales, forced, scores, partials, block_table.stride(0), scores.shape[2], partials.shape[2],
         sink_pages, window_pages, HEADS=heads, GROUP=group, COLUMNS=columns, RECORD_BYTES=layout.record_bytes,
         PAGES_PER_BLOCK=key_cache.shape[1] // PAGE_TOKENS, HALF_ROWS=layout.half_rows, POSITION=layout.position,
-        WORD_START=layout.word_start, MODE_START=layout.mode_start, HEAD_TILES=tiles, num_warps=4,
+        WORD_START=layout.word_start, MODE_START=layout.mode_start, HEAD_TILES=tiles, WIDTH=width, num_warps=warps,
     )

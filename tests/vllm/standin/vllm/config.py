@@ -25,6 +25,7 @@ class ModelConfig:
     runner_type: str = "generate"
     total_kv_heads: int = 2
     head_size: int = 64
+    num_layers: int = 2
     use_mla: bool = False
     hf_text_config: Any = field(default_factory=lambda: SimpleNamespace(to_dict=lambda: {"model_type": "stand-in"}))
 
@@ -34,12 +35,18 @@ class ModelConfig:
     def get_head_size(self) -> int:
         return self.head_size
 
+    def get_num_layers(self, parallel_config: ParallelConfig) -> int:
+        return self.num_layers
+
 
 @dataclass
 class CacheConfig:
     block_size: int = 16
     cache_dtype: str = "auto"
     user_specified_block_size: bool = False
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.92
 
 
 @dataclass

@@ -12,6 +12,9 @@ class Platform:
     def is_cuda(self) -> bool:
         return self.capability is not None
 
+    def is_pin_memory_available(self) -> bool:
+        return True
+
     def get_device_capability(self, device_id: int = 0):
         return self.capability
 

@@ -20,7 +20,8 @@ class FullAttentionSpec:
 
     @property
     def real_page_size_bytes(self) -> int:
-        return self.block_size * self.num_kv_heads * 2 * self.head_size * self.dtype.itemsize
+        value_size = self.head_size if self.head_size_v is None else self.head_size_v
+        return self.block_size * self.num_kv_heads * (self.head_size + value_size) * self.dtype.itemsize
 
     @property
     def page_size_bytes(self) -> int:

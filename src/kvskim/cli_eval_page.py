@@ -1,0 +1,70 @@
+"""`kvskim eval page`: one page of several results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvskim.cli_files import writable
+from kvskim.errors import KvskimError
+
+ResultsOption = list[str] | None
+
+
+def page(
+    ruler: Annotated[ResultsOption, typer.Option("--ruler", help="NAME=FILE: model and result of `eval ruler --json`; may be repeated.")] = None,
+    fidelity: Annotated[ResultsOption, typer.Option("--fidelity", help="NAME=FILE: the same of `eval fidelity`.")] = None,
+    default: Annotated[str, typer.Option(help="The method whose scores are given task by task.")] = "sketch",
+    compared: Annotated[str, typer.Option(help="The method that it is compared with, question by question.")] = "rki4",
+    markdown_path: Annotated[Path | None, typer.Option("--markdown", help="The page. What stands above its mark is kept if it is there already.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="All tables, without the single answers.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="PNG: score over bytes read per step, of the last --ruler result.")] = None,
+) -> None:
+    """Tables of several results, with paired differences and ratios to the oracle; also of a run that was stopped."""
+    from kvskim.demo.model import require_packages
+    from kvskim.eval import quality_page
+    from kvskim.eval.ruler.run import plot, with_tables
+
+    if not ruler and not fidelity:
+        raise KvskimError("there is nothing to put on a page: give --ruler NAME=FILE or --fidelity NAME=FILE")
+    if plot_path is not None and not ruler:
+        raise KvskimError("--plot draws a result of --ruler, and none is given")
+    require_packages(*(["matplotlib"] if plot_path else []))
+    for option, target in (("--markdown", markdown_path), ("--json", json_path), ("--plot", plot_path)):
+        if target is not None:
+            writable(target, option)
+    read = [("fidelity", *_result(text, "--fidelity", "by_text")) for text in fidelity or []]
+    read += [("ruler", name, with_tables(result)) for name, result in (_result(text, "--ruler", "answers") for text in ruler or [])]
+    sections = [
+        quality_page.fidelity_section(name, result) if kind == "fidelity" else quality_page.ruler_section(name, result, default, compared)
+        for kind, name, result in read
+    ]
+    kept = markdown_path.read_text(encoding="utf-8") if markdown_path is not None and markdown_path.exists() else ""
+    text = quality_page.page(kept, sections)
+    if json_path is not None:
+        kinds: dict[str, dict[str, Any]] = {}
+        for kind, name, result in read:
+            kinds.setdefault(kind, {})[name] = quality_page.without_answers(result)
+        json_path.write_text(json.dumps(kinds, indent=1) + "\n", encoding="utf-8")
+    if markdown_path is not None:
+        markdown_path.write_text(text, encoding="utf-8")
+    if plot_path is not None:
+        plot(read[-1][2], plot_path, f"RULER, {read[-1][1]}")
+    print("\n\n".join(sections))
+
+
+def _result(text: str, option: str, needed: str) -> tuple[str, dict[str, Any]]:
+    """Name and contents of ``NAME=FILE``."""
+    name, sign, file = text.partition("=")
+    if not sign or not name or not file:
+        raise KvskimError(f"{option} is {text!r}; it must be NAME=FILE")
+    try:
+        result = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise KvskimError(f"{option} {file} can't be read ({error}): give a file that `kvskim eval {option[2:]} --json` wrote") from error
+    if not isinstance(result, dict) or needed not in result:
+        raise KvskimError(f"{option} {file} is no result of `kvskim eval {option[2:]} --json`: it has no {needed!r}")
+    return name, result

@@ -1,0 +1,109 @@
+"""Where a decode step makes the records of completed pages: in a row with attention, or beside it on a stream of their own.
+
+In a step of decode rows alone a row completes one page at most, and that is in its own window, which is attended in any case. Another row may share
+the page: the prefix cache gives a block away in the step that fills it, and a prompt that is in such blocks but for its last token is a decode row. For
+it the page is the last but one. So with a window of two pages or more no record of a page that a step completes is read in that step: it may be made
+any time after the keys are in the cache and before the next step. Captured steps of that kind make records on a side stream, forked behind the write
+of the cache in every layer and joined once, behind attention of the last layer, so that no kernel of the main stream waits for them. Eager steps,
+steps with prefills and smaller windows make them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+SMALLEST_WINDOW = 2
+"""With fewer pages in the window a record may be read in the step that makes it."""
+
+
+class Streams(Protocol):
+    """The streams of a device; a stand-in in tests."""
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream."""
+
+    def fork(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on the side stream, behind what is on the current stream so far."""
+
+    def join(self) -> None:
+        """Let what comes next on the current stream wait for the side stream."""
+
+
+class CudaStreams:
+    """`Streams` of a GPU.
+
+    Only work on memory that outlives the graph may be forked: the caching allocator is not told of the side stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+
+    def capturing(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def fork(self, work: Callable[[], None]) -> None:
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            work()
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
+
+
+class EncodeOrder:
+    """Makes the records of each layer of a pass of the model, at once or forked, and joins.
+
+    A pass calls `written`, then `attended`, for one layer after the other. Which layer is the last one is learnt from the pass before (vLLM warms up
+    before it captures); until it is known, and behind a layer where the side stream was joined, nothing is forked: a graph with a stream that is not
+    joined can't be captured.
+
+    Args:
+        window_pages: pages at the end of a request that are always attended.
+    """
+
+    def __init__(self, window_pages: int) -> None:
+        self._window_pages = window_pages
+        self.streams: Streams | None = None
+        """Of the device; None where there are none to choose from, so that records are made at once."""
+        self.forked = 0
+        """Layers whose records were forked in the last pass."""
+        self._first: str | None = None
+        self._previous: str | None = None
+        self._last: str | None = None
+        self._joined = False
+
+    def written(self, layer: str, encode: Callable[[bool], None], *, alone: bool) -> None:
+        """The keys of a layer are in the cache: make its records.
+
+        Args:
+            layer: its name.
+            encode: makes the records; its argument says whether on the side stream.
+            alone: the step has decode rows of one token and no others, and attention of the layer follows in the same graph if there is one.
+        """
+        self._enter(layer)
+        joins = self._last is not None and not self._joined
+        if alone and joins and self._window_pages >= SMALLEST_WINDOW and self.streams is not None and self.streams.capturing():
+            self.forked += 1
+            self.streams.fork(lambda: encode(True))
+        else:
+            encode(False)
+
+    def attended(self, layer: str) -> None:
+        """Attention of a layer is on the current stream."""
+        if self.forked and not self._joined and layer == self._last:
+            assert self.streams is not None
+            self.streams.join()
+            self._joined = True
+
+    def _enter(self, layer: str) -> None:
+        if self._first is None:
+            self._first = layer
+        elif layer == self._first:
+            self._last = self._previous
+            # What a pass that failed has left does not concern this one.
+            self.forked, self._joined = 0, False
+        self._previous = layer

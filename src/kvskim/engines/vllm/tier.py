@@ -1,0 +1,242 @@
+"""Values in host memory in vLLM: what a worker of variant ``mem-v`` has beside its keys and records.
+
+The cache spec of an attention layer leaves V out, so vLLM makes twice the blocks of the same memory. V has a place for every block in page-locked host
+memory, under vLLM's block ids, so prefix caching, preemption and the reuse of blocks need nothing of it. Two side layers stand beside each
+attention layer: its records, and its *residency*, the directory of which values are hot. vLLM sizes and binds both with the blocks. The hot cache and
+the room for prompts are allocated in vLLM's profiling run, the host memory when the number of blocks is known. See docs/how-it-works.md, section
+"The host tier".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionBackend
+
+from kvskim.config import SkimConfig
+from kvskim.engines.vllm.records import RecordsLayer
+from kvskim.errors import UnsupportedError
+from kvskim.layout import PAGE_TOKENS
+from kvskim.ops.fetch import FetchScratch, fetch_scratch
+from kvskim.ops.stage import stage
+from kvskim.ops.store import store
+from kvskim.tier.host_memory import GIB, HostMemory, available_host_memory, host_memory_refusal, limit_refusal
+from kvskim.tier.values import HotCache, hot_slots, join_tier, make_hot_cache
+
+if TYPE_CHECKING:
+    from kvskim.engines.vllm.staging import StagedRows
+    from kvskim.engines.vllm.state import LayerState
+
+HOT_SHARE = 0.012
+"""Hot cache, where ``hot_cache_gib`` is not set, as a share of the memory that vLLM gives to its cache."""
+
+DIRECTORY_BYTES = 4
+"""Of one page of one kv head."""
+
+_MIB = 2**20
+
+
+class HostValues:
+    """The values of all layers of a worker.
+
+    Args:
+        vllm_config: of the engine.
+        config: of kvskim, variant ``mem-v``.
+        log: takes one line of text.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, config: SkimConfig, log: Callable[[str], None]) -> None:
+        self.vllm_config, self.config, self._log = vllm_config, config, log
+        self.layers: list[LayerState] = []
+        self.scratch: FetchScratch | None = None
+        self._staging: Tensor | None = None
+        self._hot: dict[str, HotCache] = {}
+        self._memory: dict[str, HostMemory] = {}
+        self._kernels = ""
+        self._looked = False
+
+    def add(self, layer: LayerState, cache_dtype: torch.dtype) -> RecordsLayer:
+        """Take the values of a layer out of its cache spec, and make its residency, a side layer of vLLM's."""
+        module = layer.module
+        whole_spec = module.get_kv_cache_spec
+        module.get_kv_cache_spec = lambda vllm_config: replace(whole_spec(vllm_config), head_size_v=0)
+        module.attn_backend = keys_only(module.attn_backend)
+        residency = RecordsLayer(layer.name, layer.num_kv_heads, DIRECTORY_BYTES, cache_dtype, suffix="kvskim_residency")
+        residency.when_bound = functools.partial(self._bind, layer)
+        self.layers.append(layer)
+        return residency
+
+    # ---- memory ----
+
+    def look_ahead(self, num_kv_heads: int, head_size: int) -> None:
+        """Where the number of blocks is given, look whether the host can hold their values before any weight is loaded.
+
+        Raises:
+            UnsupportedError: it can't.
+        """
+        blocks = self.vllm_config.cache_config.num_gpu_blocks_override
+        if self.layers or self._looked or not blocks:
+            return
+        self._looked = True
+        tokens = blocks * int(self.vllm_config.cache_config.block_size or PAGE_TOKENS)
+        layers = int(self.vllm_config.model_config.get_num_layers(self.vllm_config.parallel_config))
+        self._refuse(blocks, tokens * num_kv_heads * head_size * self._element_size * layers, workers(self.vllm_config))
+
+    def block_bytes(self, *, host: bool) -> int:
+        """Memory of one block of all layers: on the host its values, on the GPU keys, records and directory."""
+        size = int(self.vllm_config.cache_config.block_size)
+        total = 0
+        for layer in self.layers:
+            values = size * layer.num_kv_heads * layer.head_size * self._element_size
+            total += values if host else values + size // PAGE_TOKENS * layer.num_kv_heads * (layer.records.record_bytes + DIRECTORY_BYTES)
+        return total
+
+    @property
+    def _element_size(self) -> int:
+        return int(self.vllm_config.model_config.dtype.itemsize)
+
+    def allocate(self, kernels: str, rows: int, page_capacity: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Allocate the hot cache and the room for prompts, after a look at whether the host can hold the values.
+
+        Args:
+            kernels: of the operations.
+            rows: most rows of a decode launch.
+            page_capacity: most pages of a request.
+            device: of the cache.
+            dtype: of the cache.
+
+        Raises:
+            UnsupportedError: the host has too little memory for as many blocks as vLLM may make, or the hot cache would be empty.
+        """
+        self._kernels = kernels
+        memory = cache_memory(self.vllm_config, device)
+        override = self.vllm_config.cache_config.num_gpu_blocks_override
+        blocks = override or memory // self.block_bytes(host=False)
+        self._refuse(blocks, blocks * self.block_bytes(host=True), workers(self.vllm_config))
+        given = self.config.hot_cache_gib
+        heads, dim = max(layer.num_kv_heads for layer in self.layers), max(layer.head_size for layer in self.layers)
+        slots = hot_slots(int(HOT_SHARE * memory if given is None else given * GIB), len(self.layers), dim, dtype.itemsize)
+        if given is not None and slots == 0:
+            raise UnsupportedError(f"hot_cache_gib is {given:g}, which is less than one page of each of {len(self.layers)} layers: set a larger hot_cache_gib")
+        slots = max(1, slots)
+        self._hot = {layer.name: make_hot_cache(slots, layer.head_size, dtype, device) for layer in self.layers}
+        self.scratch = fetch_scratch(rows * heads, slots, device)
+        # Zeros: what was never written is read beside the last tokens of a request, with no weight, and may not be a NaN.
+        largest = max(layer.num_kv_heads * layer.head_size for layer in self.layers)
+        self._staging = torch.zeros(2 * page_capacity * PAGE_TOKENS * largest, dtype=dtype, device=device)
+
+    def _refuse(self, blocks: int, needed: int, workers: int) -> None:
+        refusal = limit_refusal(needed, self.config.host_memory_gib, blocks) or host_memory_refusal(needed * workers, available_host_memory(), blocks)
+        if refusal is not None:
+            raise UnsupportedError(refusal)
+
+    def _bind(self, layer: LayerState) -> None:
+        """vLLM has bound the residency of a layer, or unbound it."""
+        layer.tier = None
+        held = self._memory.pop(layer.name, None)
+        if held is not None:
+            held.release()
+        assert layer.residency is not None
+        directory = layer.residency.records
+        if directory is None:
+            return
+        cache = self._hot.get(layer.name)
+        if cache is None:
+            raise RuntimeError(f"the residency of layer {layer.name} was bound before vLLM's profiling run")
+        pages, heads = directory.shape[0], layer.num_kv_heads
+        shape, dtype = (pages, heads, PAGE_TOKENS, layer.head_size), cache.hot.dtype
+        if not self._memory:
+            blocks = pages * PAGE_TOKENS // int(self.vllm_config.cache_config.block_size)
+            self._refuse(blocks, blocks * self.block_bytes(host=True), workers=1)
+        memory = HostMemory(pages * heads * PAGE_TOKENS * layer.head_size * dtype.itemsize, locked=directory.is_cuda)
+        self._memory[layer.name] = memory
+        # vLLM profiles in inference mode, and binds outside.
+        with torch.inference_mode():
+            layer.tier = join_tier(memory.view(shape, dtype), cache, directory.view(torch.int32).view(pages, heads))
+        if len(self._memory) == len(self.layers):
+            for line in self.lines():
+                self._log(line)
+
+    def lines(self) -> list[str]:
+        """Where every byte of the cache is, once all is bound."""
+        tier = self.layers[0].tier
+        assert tier is not None
+        assert self._staging is not None
+        size = int(self.vllm_config.cache_config.block_size)
+        blocks = tier.pages * PAGE_TOKENS // size
+        hot = sum(c.hot.nbytes + c.owner.nbytes + c.stamp.nbytes for c in self._hot.values())
+        on_gpu, on_host = (blocks * self.block_bytes(host=host) for host in (False, True))
+        share = tier.slots / (tier.pages * tier.heads)
+        return [
+            f"values in host memory, {blocks} blocks of {size} tokens",
+            f"  GPU   {on_gpu / GIB:.2f} GiB of keys, records and directory; {hot / _MIB:.1f} MiB of hot cache, {tier.slots} slots a layer ({share:.1%} of all "
+            f"pages and kv heads); {self._staging.nbytes / _MIB:.1f} MiB for prompts",
+            f"  host  {on_host / GIB:.2f} GiB of values, page-locked",
+        ]
+
+    # ---- steps ----
+
+    def store(self, layer: LayerState, value: Tensor, slot_mapping: Tensor) -> None:
+        """Write the values of a step: ``value [T', H, D]`` for ``slot_mapping`` int64 ``[T]``."""
+        if layer.tier is None:
+            raise RuntimeError(f"layer {layer.name} writes values before vLLM has bound its cache")
+        store(layer.tier, value, slot_mapping, kernels=self._kernels)
+
+    def room(self, layer: LayerState, block_size: int) -> Tensor:
+        """The staging cache as ``[blocks, 2, block_size, H, D]``; layers use it one after the other."""
+        assert self._staging is not None
+        shape = (2, block_size, layer.num_kv_heads, layer.head_size)
+        count = self._staging.numel() // (2 * block_size * layer.num_kv_heads * layer.head_size)
+        return self._staging[: count * 2 * block_size * layer.num_kv_heads * layer.head_size].view(count, *shape)
+
+    def room_blocks(self, block_size: int) -> int:
+        """Blocks that `room` has for every layer."""
+        return min(self.room(layer, block_size).shape[0] for layer in self.layers)
+
+    def stage(self, layer: LayerState, kv_cache: Tensor, rows: StagedRows) -> Tensor:
+        """Copy the contexts of prompt rows together; returns the staging cache."""
+        key_cache, tier = layer.views(kv_cache)
+        assert tier is layer.tier
+        assert layer.tier is not None
+        room = self.room(layer, key_cache.shape[1])
+        if rows.has_context:
+            stage(layer.tier, key_cache, rows.block_table, rows.context_lens, rows.starts, room, blocks=rows.blocks, kernels=self._kernels)
+        return room
+
+
+@functools.cache
+def keys_only(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    """A backend whose caches hold keys and no values: ``[blocks, 1, block_size, kv heads, head size]``."""
+
+    class KeysOnly(backend):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def get_kv_cache_shape(
+            num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+        ) -> tuple[int, ...]:
+            blocks, _, *rest = backend.get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str)
+            return (blocks, 1, *rest)
+
+    return KeysOnly
+
+
+def cache_memory(vllm_config: VllmConfig, device: torch.device) -> int:
+    """Bytes that vLLM may give to its cache, or a little more: what it was told, or what its share of the GPU leaves beside the weights."""
+    told = vllm_config.cache_config.kv_cache_memory_bytes
+    if told:
+        return int(told)
+    if device.type != "cuda":
+        return 0
+    total = torch.cuda.get_device_properties(device).total_memory
+    return max(0, int(total * vllm_config.cache_config.gpu_memory_utilization) - int(torch.cuda.memory_allocated(device)))
+
+
+def workers(vllm_config: VllmConfig) -> int:
+    """Workers of an engine. They are taken to share one host."""
+    parallel: Any = vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)

@@ -1,0 +1,112 @@
+"""Pinned host memory of the host tier: how much a process may take, and taking it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvskim.errors import UnsupportedError
+
+GIB = 2**30
+SPARE = 4 * GIB
+"""Host memory that is left to everything else: pinned memory can't be swapped out."""
+
+
+def available_host_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process can still take: what the machine has, or what a control group leaves, whichever is less.
+
+    root: where ``proc`` and ``sys`` are mounted.
+    """
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
+    left = [int(fields["MemAvailable"].split()[0]) * 1024]
+    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, usage = root / "sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        # Inside a container the path may be that of the machine outside; then the limit is at the root of what is mounted.
+        group = base / path.strip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
+            if (folder / limit).is_file() and (folder / usage).is_file():
+                most = (folder / limit).read_text(encoding="ascii").strip()
+                if most != "max":
+                    left.append(int(most) - int((folder / usage).read_text(encoding="ascii")))
+    return max(0, min(left))
+
+
+def host_memory_refusal(needed: int, available: int, blocks: int) -> str | None:
+    """Why ``needed`` bytes for the values of ``blocks`` KV cache blocks can't be had, in one sentence, or None."""
+    if needed == 0 or needed + SPARE <= available:
+        return None
+    fewer = max(0, available - SPARE) * blocks // needed
+    return (
+        f"the values of {blocks} KV cache blocks take {needed / GIB:.1f} GiB of host memory, and {max(0, available - SPARE) / GIB:.1f} GiB can be had "
+        f"with {SPARE // GIB} GiB left for other use: set --num-gpu-blocks-override to {fewer} or less, or variant to 'fast'"
+    )
+
+
+def limit_refusal(needed: int, limit_gib: float | None, blocks: int) -> str | None:
+    """Why ``needed`` bytes for the values of ``blocks`` blocks are more than ``host_memory_gib`` allows, in one sentence, or None."""
+    if limit_gib is None or needed <= limit_gib * GIB:
+        return None
+    return (
+        f"the values of {blocks} KV cache blocks take {needed / GIB:.1f} GiB of host memory, and host_memory_gib is {limit_gib:g}: "
+        f"raise host_memory_gib, or set --num-gpu-blocks-override to {int(limit_gib * GIB * blocks / needed)} or less"
+    )
+
+
+class HostMemory:
+    """Zeros in host memory, which the GPU reads and writes at the addresses that they have here; page-locked until `release`.
+
+    Memory is taken from the operating system as it is and locked afterwards, because PyTorch's own pinned allocations are rounded up to a power of two.
+
+    Args:
+        nbytes: how many.
+        locked: whether to lock it; False where no GPU takes part.
+
+    Raises:
+        UnsupportedError: the driver does not lock so much memory.
+    """
+
+    def __init__(self, nbytes: int, *, locked: bool = True) -> None:
+        self.bytes: Tensor | None = torch.zeros(nbytes, dtype=torch.uint8)
+        self._unlock: Callable[[], Any] | None = None
+        if not locked or nbytes == 0:
+            return
+        code = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0))
+        if code:
+            raise UnsupportedError(
+                f"{nbytes / GIB:.1f} GiB of host memory can't be page-locked for the GPU (CUDA error {code}): raise the limits of the container, "
+                "set a smaller --num-gpu-blocks-override, or variant to 'fast'"
+            )
+        # The memory lives until it is unlocked, also where nobody calls release.
+        unlock = weakref.finalize(self, _unlock, self.bytes)
+        unlock.atexit = False
+        self._unlock = unlock
+
+    def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """All of it as a tensor."""
+        if self.bytes is None:
+            raise RuntimeError("the host memory was released")
+        return self.bytes.view(dtype).view(shape)
+
+    def release(self) -> None:
+        """Wait for the GPU and unlock the memory; no kernel may use it from now on."""
+        self.bytes = None
+        if self._unlock is not None:
+            self._unlock()
+
+
+def _unlock(memory: Tensor) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))

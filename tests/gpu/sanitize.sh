@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Small cases of every operation under compute-sanitizer: memcheck and racecheck, all runs at once on one GPU, one line each. Exit status 1 if any failed.
+#
+#     bash tests/gpu/sanitize.sh [FOLDER_FOR_LOGS]
+#
+# memcheck runs without torch's caching allocator, which puts many tensors into one allocation and so hides what lies just outside of one; no case here
+# captures a graph, because that needs the allocator. racecheck looks at the CUDA kernels only: it slows a kernel down by hundreds of times.
+set -u
+cd "$(dirname "$0")/../.."
+LOGS=${1:-$(mktemp -d)}
+LIMIT=${SANITIZE_LIMIT:-110}
+mkdir -p "$LOGS"
+export OMP_NUM_THREADS=1 PYTHONPATH="src:tests${PYTHONPATH:+:$PYTHONPATH}"
+
+ATTEND=(
+  'test_attend.py::test_groups[5-cuda]'
+  'test_attend.py::test_every_way_of_merging[128-4-False-few-1]'
+  'test_attend.py::test_every_way_of_merging[128-4-False-few-8]'
+)
+SELECT=(
+  'test_select.py::test_every_length_up_to_capacity[threshold-softmax-0-cuda]'
+  'test_select.py::test_every_length_up_to_capacity[budget-softmax-4-cuda]'
+  'test_select.py::test_any_cluster_selects_the_same[35]'
+  'test_select.py::test_any_cluster_selects_the_same[37]'
+)
+SCORE=(
+  'test_score_sketch.py::test_every_split_of_the_preparation[5-5]'
+  'test_score_sketch.py::test_huge_logits_stay_finite[cuda]'
+  'test_score_sketch.py::test_requests_that_are_attended_whole_are_left_alone[16-False]'
+)
+ENCODE=(
+  'test_encode.py::test_sketch_shapes_dtypes_and_strides[tokens-128-torch.bfloat16-cuda]'
+  'test_encode.py::test_sketch_shapes_dtypes_and_strides[interleaved-256-torch.float8_e4m3fn-cuda]'
+  'test_encode.py::test_page_selectors[rki4-{}-128-torch.bfloat16-cuda]'
+)
+STEP=(
+  'test_step.py::test_step_is_the_torch_step[budget0-sketch-cuda]'
+  'test_step.py::test_step_is_the_torch_step[threshold-sketch-cuda]'
+  'test_step.py::test_step_is_the_torch_step[coverage-sketch-cuda]'
+)
+# memcheck only: more of the CUDA kernels, and the Triton ones.
+ATTEND_MORE=('test_attend.py::test_selections_and_layouts[packed-64-with_open-cuda]' 'test_attend.py::test_a_count_of_zero_and_a_full_table[cuda]'
+  'test_attend.py::test_groups[5-triton]')
+SELECT_MORE=('test_select.py::test_every_length_up_to_capacity[coverage-softmax-9-cuda]'
+  'test_select.py::test_lengths_beyond_the_scores_stay_inside_every_buffer' 'test_select.py::test_every_length_up_to_capacity[budget-softmax-4-triton]')
+SCORE_MORE=('test_score_sketch.py::test_every_split_of_the_preparation[33-1]' 'test_score_sketch.py::test_huge_logits_stay_finite[triton]'
+  'test_score_pages.py::test_scores_of_every_group_and_head_dim[rki4-{}-5-128-cuda]'
+  'test_score_pages.py::test_scores_of_every_group_and_head_dim[rki4-{}-5-128-triton]')
+ENCODE_MORE=('test_encode.py::test_every_kind_of_step[sketch-beyond the records-cuda]' 'test_encode.py::test_every_kind_of_step[sketch-17 tokens-cuda]'
+  'test_encode.py::test_page_selectors[clse-{}-96-torch.float16-cuda]' 'test_encode.py::test_every_kind_of_step[sketch-17 tokens-triton]')
+STEP_MORE=('test_step.py::test_step_is_the_torch_step[budget0-rki4-cuda]' 'test_step.py::test_step_is_the_torch_step[budget0-sketch-triton]')
+
+# The option that limits a tool to kernels by name has changed its own name; without it racecheck is only slower.
+OURS=()
+for option in --kernel-regex --kernel-name; do
+  if compute-sanitizer --help 2>&1 | grep -qE -- "$option( |,|$)" &&
+    ! compute-sanitizer "$option" kns=kvskim true 2>&1 | grep -qiE 'unrecogni|unknown|invalid'; then
+    OURS=("$option" kns=kvskim)
+    break
+  fi
+done
+
+run() { # tool, name, node ids
+  local tool=$1 name=$2 log="$LOGS/$1-$2.log" filter=() code
+  shift 2
+  [ "$tool" = racecheck ] && filter=(${OURS[@]+"${OURS[@]}"})
+  [ "$tool" = memcheck ] && export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+  timeout "$LIMIT" compute-sanitizer --tool "$tool" --launch-timeout 120 --error-exitcode 7 ${filter[@]+"${filter[@]}"} \
+    python3 -m pytest -q -p no:cacheprovider --tb=short "${@/#/tests/gpu/}" > "$log" 2>&1
+  code=$?
+  echo "$tool $name: exit status $code of $# cases: $(grep -E 'passed|failed|no tests ran|ERROR SUMMARY|RACECHECK SUMMARY' "$log" | tail -3 | tr '\n' ' ')"
+  echo "$code" > "$LOGS/$tool-$name.status"
+}
+
+for name in ATTEND SELECT SCORE ENCODE STEP; do
+  declare -n cases=$name more=${name}_MORE
+  (run memcheck "${name,,}" "${cases[@]}" "${more[@]}") &
+  (run racecheck "${name,,}" "${cases[@]}") &
+done
+wait
+! grep -vqx 0 "$LOGS"/*.status

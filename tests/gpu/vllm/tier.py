@@ -1,0 +1,151 @@
+"""Values in host memory give the tokens of values in GPU memory: 64 prompts, with prefix hits, preemption and a hot cache of a few pages.
+
+Engines of variant ``fast`` and ``mem-v`` with the same rule run the same prompts, all on one GPU side by side. With ``--blocks`` they have few blocks, so that
+requests are preempted, and the tiny hot cache makes values come from the host again and again. Tokens must be equal, every one. At the end the hot
+caches are compared with the host. Without a number of blocks both variants have the same memory: there the script prints how many blocks each makes.
+
+    python tests/gpu/vllm/tier.py --model /tmp/smollm2
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import engine, parser, table, text_ids
+
+RULES = {
+    "few pages": {"selector": "rki4", "rule": "budget", "budget_pages": 16, "full_pages": 0},
+    "all pages": {"selector": "rki4", "rule": "budget", "budget": 1.0, "full_pages": 0},
+}
+TINY = 0.004
+"""GiB of hot cache for all layers: some 70 slots in each of the 30 layers of SmolLM2-135M."""
+
+
+def work(spec_file: str, result_file: str) -> None:
+    """One engine."""
+    spec = json.loads(Path(spec_file).read_text())
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.pop("KVSKIM_DISABLE", None)
+
+    import torch
+
+    from kvskim.engines.vllm import probe
+    from kvskim.engines.vllm.check import attention_backend
+
+    backend = attention_backend(spec["llm"]["model"], spec["settings"])
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**spec["llm"], attention_backend=backend, additional_config={"kvskim": spec["settings"]})
+    state = probe.state_of(llm)
+    assert state is not None
+    core = llm.llm_engine.engine_core.engine_core
+    preempted: dict[str, int] = {}
+
+    def after_step() -> None:
+        for request in core.scheduler.requests.values():
+            if request.num_preemptions:
+                preempted[request.request_id] = request.num_preemptions
+
+    params = SamplingParams(temperature=0, max_tokens=spec["max_tokens"], ignore_eos=True, detokenize=False, logprobs=1)
+    outputs, seconds = [], []
+    # The second time the prefix cache has what has not been given to others since.
+    for _ in range(2):
+        started = time.perf_counter()
+        outputs += probe.generate(llm, spec["prompts"], params, after_step)
+        seconds.append(time.perf_counter() - started)
+    torch.cuda.synchronize()
+    counters = [layer.tier.counters.tolist() for layer in state.layers.values() if layer.tier is not None]
+    result = dict(
+        tokens=[output.tokens for output in outputs], hits=sum(output.cached_tokens > 0 for output in outputs), preempted=sum(preempted.values()),
+        blocks=int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks), untrue=sum(probe.untrue_copies(state).values()),
+        counters=[sum(numbers) for numbers in zip(*counters)], slots=[layer.tier.slots for layer in state.layers.values() if layer.tier is not None][:1],
+        seconds=seconds, kernels=state.kernels.kernels, layers=len(state.layers),
+    )
+    Path(result_file).write_text(json.dumps(result))
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--mode", default="full")
+    arguments.add_argument("--prompts", type=int, default=64)
+    arguments.add_argument("--tokens", type=int, default=64)
+    arguments.add_argument("--blocks", type=int, default=1500, help="num_gpu_blocks_override, of 16 tokens: few, so that requests are preempted")
+    arguments.add_argument("--seconds", type=float, default=420.0, help="most time for all engines")
+    a = arguments.parse_args()
+    ids = text_ids(a.model)
+    # Every second prompt begins like the others.
+    lengths = [20 + 2500 * (7 * i % a.prompts) // a.prompts for i in range(a.prompts)]
+    prompts = [ids[:n] if i % 2 else ids[3000 + 300 * i : 3000 + 300 * i + n] for i, n in enumerate(lengths)]
+    jobs = {}
+    for name, rule in RULES.items():
+        few = dict(num_gpu_blocks_override=a.blocks, max_num_batched_tokens=1024)
+        jobs[f"fast, {name}, {a.blocks} blocks"] = ({"variant": "fast", **rule}, few)
+        jobs[f"mem-v, {name}, {a.blocks} blocks, tiny hot cache"] = ({"variant": "mem-v", "hot_cache_gib": TINY, **rule}, few)
+    jobs["fast, few pages, 8 GiB"] = ({"variant": "fast", **RULES["few pages"]}, {})
+    jobs["mem-v, few pages, 8 GiB"] = ({"variant": "mem-v", **RULES["few pages"]}, {})
+    results, problems = {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        processes = {}
+        for i, (name, (settings, more)) in enumerate(jobs.items()):
+            llm = engine(a.model, a.mode, block_size=16, enable_prefix_caching=True, enable_chunked_prefill=True, **more)
+            spec, result, log = (Path(folder, f"{kind}{i}") for kind in ("spec", "result", "log"))
+            spec.write_text(json.dumps(dict(llm=llm, settings={"kernels": a.kernels, **settings}, prompts=prompts, max_tokens=a.tokens)))
+            command = [sys.executable, __file__, "--worker", str(spec), str(result)]
+            with log.open("w") as output:
+                processes[name] = (subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT), result, log)
+        end = time.monotonic() + a.seconds
+        for name, (process, result, log) in processes.items():
+            try:
+                process.wait(timeout=max(1.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.returncode == 0 and result.is_file():
+                results[name] = json.loads(result.read_text())
+            else:
+                problems.append(f"the engine '{name}' failed or was not done in time")
+                print(f"--- last lines of '{name}'\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+            if "mem-v" in name:
+                said = ("host memory", "page-locked", "hot cache")
+                print("\n".join(line for line in log.read_text(errors="replace").splitlines() if any(words in line for words in said)))
+    rows = []
+    for name, result in results.items():
+        reference = results.get(name.replace("mem-v", "fast").replace(", tiny hot cache", ""))
+        equal = sum(x == y for x, y in zip(result["tokens"], reference["tokens"])) if reference else 0
+        count = len(result["tokens"])
+        selected, missing, copied = result["counters"] or (0, 0, 0)
+        rows.append([
+            name, result["kernels"], str(result["blocks"]), f"{equal}/{count}", str(result["hits"]), str(result["preempted"]), str(result["slots"] or ""),
+            f"{1 - missing / selected:.1%}" if selected else "", str(missing - copied) if selected else "", str(result["untrue"]),
+            " ".join(f"{seconds:.1f}" for seconds in result["seconds"]),
+        ])
+        if reference and equal < count:
+            problems.append(f"{name}: {count - equal} of {count} prompts have other tokens")
+        if "mem-v" in name and not selected:
+            problems.append(f"{name}: nothing was fetched")
+        if result["untrue"]:
+            problems.append(f"{name}: {result['untrue']} values in the hot cache are not those on the host")
+        if not result["hits"]:
+            problems.append(f"{name}: no prompt hit the prefix cache")
+        if f"{a.blocks} blocks" in name and not result["preempted"]:
+            problems.append(f"{name}: no request was preempted")
+        if "tiny" in name and missing == copied:
+            problems.append(f"{name}: the hot cache had room for all, so it was not tiny")
+    print(table(["engine", "kernels", "blocks", "equal", "hits", "preempted", "slots", "hot", "homeless", "untrue", "seconds"], rows))
+    one, two = (results.get(f"{variant}, few pages, 8 GiB") for variant in ("fast", "mem-v"))
+    if one and two:
+        print(f"blocks of mem-v / fast in the same memory: {two['blocks'] / one['blocks']:.3f}")
+    for problem in problems:
+        print(f"FAIL: {problem}")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        work(*sys.argv[2:])
+        sys.exit(0)
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""How much host memory the tier may take, from what the operating system says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvskim.tier.host_memory import GIB, available_host_memory, host_memory_refusal
+
+
+def machine(root: Path, files: dict[str, str], group: str) -> Path:
+    for name, text in {"proc/meminfo": f"MemTotal: 200 kB\nMemAvailable:  {100 * 2**20} kB\nHugePages_Free: 0\n", "proc/self/cgroup": group, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "gib"),
+    [
+        ("0::/\n", {}, 100),
+        ("0::/a/b\n", {"sys/fs/cgroup/a/b/memory.max": "max\n", "sys/fs/cgroup/a/b/memory.current": f"{GIB}\n"}, 100),
+        ("0::/a/b\n", {"sys/fs/cgroup/a/b/memory.max": f"{40 * GIB}\n", "sys/fs/cgroup/a/b/memory.current": f"{GIB}\n"}, 39),
+        (
+            "0::/a/b\n",
+            {
+                "sys/fs/cgroup/a/b/memory.max": f"{40 * GIB}\n", "sys/fs/cgroup/a/b/memory.current": f"{GIB}\n",
+                "sys/fs/cgroup/a/memory.max": f"{20 * GIB}\n", "sys/fs/cgroup/a/memory.current": f"{5 * GIB}\n",
+            },
+            15,
+        ),
+        ("0::/outside/name\n", {"sys/fs/cgroup/memory.max": f"{8 * GIB}\n", "sys/fs/cgroup/memory.current": f"{9 * GIB}\n"}, 0),
+        (
+            "4:cpu:/x\n7:memory,blkio:/x\n",
+            {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": f"{30 * GIB}\n", "sys/fs/cgroup/memory/x/memory.usage_in_bytes": f"{2 * GIB}\n"},
+            28,
+        ),
+    ],
+)
+def test_the_smaller_of_machine_and_control_groups(tmp_path: Path, group: str, files: dict[str, str], gib: int) -> None:
+    assert available_host_memory(machine(tmp_path, files, group)) == gib * GIB
+
+
+def test_this_machine_has_some() -> None:
+    assert available_host_memory() > 0
+
+
+def test_too_little_memory_is_one_sentence_with_the_number_that_fits() -> None:
+    needed = 64 * GIB
+    assert host_memory_refusal(needed, 68 * GIB, 1000) is None
+    text = host_memory_refusal(needed, 36 * GIB, 1000)
+    assert text is not None
+    assert "--num-gpu-blocks-override to 500" in text
+    assert "64.0 GiB" in text
+    assert host_memory_refusal(needed, GIB, 1000) is not None

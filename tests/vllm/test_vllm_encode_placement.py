@@ -1,0 +1,216 @@
+"""Where captured steps make records: the order of forks and joins, and that attention does not depend on it."""
+
+import pytest
+import torch
+from mini_engine import MiniEngine, Request
+from mla_mini_engine import MlaMiniEngine
+from vllm.forward_context import set_forward_context
+
+from kvskim.engines.vllm import facts, probe
+from kvskim.engines.vllm.encode_placement import EncodeOrder
+
+FEW = {"selector": "minmax", "rule": "budget", "budget_pages": 6}
+
+
+class Streams:
+    """Takes down what happens; forked work is done at the join only, as late as a GPU may."""
+
+    def __init__(self) -> None:
+        self.is_capturing = False
+        self.log: list[str] = []
+        self.forked: list = []
+
+    def capturing(self) -> bool:
+        return self.is_capturing
+
+    def fork(self, work) -> None:
+        self.log.append("fork")
+        self.forked.append(work)
+
+    def join(self) -> None:
+        self.log.append("join")
+        for work in self.forked:
+            work()
+        self.forked.clear()
+
+
+def one_pass(order: EncodeOrder, streams: Streams, *, capture: bool, alone: bool = True, layers: str = "abc") -> list[str]:
+    """What the streams see of one pass of a model of these layers."""
+    streams.is_capturing = capture
+    streams.log.clear()
+    for layer in layers:
+        streams.log.append(f"write {layer}")
+        order.written(layer, lambda aside, layer=layer: streams.log.append(f"encode {layer}{' aside' if aside else ''}"), alone=alone)
+        streams.log.append(f"attend {layer}")
+        order.attended(layer)
+    return list(streams.log)
+
+
+AT_ONCE = [f"{what} {layer}" for layer in "abc" for what in ("write", "encode", "attend")]
+ASIDE = [
+    *(entry for layer in "abc" for entry in (f"write {layer}", "fork", f"attend {layer}")), "join", *(f"encode {layer} aside" for layer in "abc")
+]
+
+
+def new_order(window_pages: int = 2) -> tuple[EncodeOrder, Streams]:
+    order, streams = EncodeOrder(window_pages), Streams()
+    order.streams = streams
+    return order, streams
+
+
+def test_every_layer_is_forked_behind_its_write_and_all_are_joined_behind_the_last():
+    order, streams = new_order()
+    one_pass(order, streams, capture=False)
+    for _ in range(3):  # graphs of several sizes, one after the other
+        assert one_pass(order, streams, capture=True) == ASIDE
+        assert order.forked == 3
+
+
+def test_eager_steps_and_steps_with_other_rows_make_records_at_once():
+    order, streams = new_order()
+    for capture, alone in ((False, True), (True, False), (False, False)):
+        assert one_pass(order, streams, capture=capture, alone=alone) == AT_ONCE
+        assert order.forked == 0
+    assert one_pass(order, streams, capture=True) == ASIDE
+
+
+def test_a_window_of_one_page_and_a_device_without_streams_make_records_at_once():
+    order, streams = new_order(window_pages=1)
+    without = EncodeOrder(2)
+    for made in (order, without):
+        one_pass(made, streams, capture=False)
+        assert one_pass(made, streams, capture=True) == AT_ONCE
+
+
+def test_nothing_is_forked_that_might_not_be_joined():
+    order, streams = new_order()
+    # Without a pass before it nobody knows which layer is the last.
+    assert one_pass(order, streams, capture=True) == AT_ONCE
+    # Behind the layer that was the last one before, records are made at once.
+    assert one_pass(order, streams, capture=True, layers="abcd") == [*ASIDE, "write d", "encode d", "attend d"]
+    assert not streams.forked
+    # From then on d is the last one.
+    again = one_pass(order, streams, capture=True, layers="abcd")
+    assert again.index("join") > again.index("attend d")
+    assert again.count("fork") == 4
+
+
+def test_a_pass_that_failed_leaves_nothing_behind():
+    order, streams = new_order()
+    one_pass(order, streams, capture=False)
+    streams.is_capturing = True
+    order.written("a", lambda aside: None, alone=True)  # and then something raised
+    assert streams.forked
+    streams.forked.clear()
+    assert one_pass(order, streams, capture=False) == AT_ONCE
+    assert one_pass(order, streams, capture=True) == ASIDE
+
+
+def test_one_layer_alone_is_first_and_last():
+    order, streams = new_order()
+    one_pass(order, streams, capture=False, layers="a")
+    assert one_pass(order, streams, capture=True, layers="a") == ["write a", "fork", "attend a", "join", "encode a aside"]
+
+
+# In an engine
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+
+
+def give_streams(engine: MiniEngine) -> Streams:
+    streams = Streams()
+    engine.state.encode_order.streams = streams
+    return streams
+
+
+def shared_page_scenario(engine: MiniEngine, streams: Streams | None) -> list[torch.Tensor]:
+    """A row that fills page after page, and another one that finds all but the last token of its prompt in the block that is being filled."""
+    a = Request(3)
+    engine.step([(a, 639)])
+    results = []
+    for step in range(40):
+        rows = [(a, 1)]
+        if (a.computed + 1) % 16 == 0 and step:
+            engine.grow(a, 1)
+            b = Request(3, computed=a.computed + 1, blocks=list(a.blocks))
+            rows.append((b, 1))
+        if streams is not None:
+            streams.is_capturing = True
+        results += [out for layers in engine.step(rows) for out in layers]
+        if streams is not None:
+            streams.is_capturing = False
+        for request, _ in rows[1:]:
+            engine.free.append(request.blocks[-1])
+    per_page = torch.tensor([a.blocks[p] for p in range(a.computed // 16)])
+    assert probe.untrue_records(engine.state, per_page) == dict.fromkeys(engine.state.layers, 0)
+    return results
+
+
+def test_attention_and_records_are_those_of_records_made_at_once():
+    plain, aside = MiniEngine(FEW), MiniEngine(FEW)
+    expected = shared_page_scenario(plain, None)
+    streams = give_streams(aside)
+    results = shared_page_scenario(aside, streams)
+    assert streams.log.count("join") == 40
+    assert all(torch.equal(actual, wanted) for actual, wanted in zip(results, expected, strict=True))
+
+
+def test_latent_attention_makes_records_aside_too():
+    def run(engine: MlaMiniEngine) -> list[torch.Tensor]:
+        a, b = Request(3), Request(4)
+        engine.step([(a, 250), (b, 60)])
+        return [out for _ in range(20) for layers in engine.step([(a, 1), (b, 1)]) for out in layers]
+
+    plain, aside = MlaMiniEngine(FEW), MlaMiniEngine(FEW)
+    expected = run(plain)
+    streams = give_streams(aside)
+    streams.is_capturing = True
+    results = run(aside)
+    assert streams.log.count("join") == 20
+    assert all(torch.equal(actual, wanted) for actual, wanted in zip(results, expected, strict=True))
+
+
+def test_prefill_beside_decode_rows_makes_records_at_once():
+    engine = MiniEngine(FEW)
+    streams = give_streams(engine)
+    a, b = Request(4), Request(5)
+    engine.step([(a, 400)])
+    streams.is_capturing = True
+    engine.step([(a, 1), (b, 100)])
+    assert streams.log == []
+    engine.step([(a, 1), (b, 1)], pad_rows=2)
+    assert streams.log == ["fork", "fork", "join"]
+    engine.step([(a, 3)])  # rows of several tokens are FlashAttention's
+    assert streams.log == ["fork", "fork", "join"]
+
+
+def test_the_window_of_the_configuration_decides():
+    engine = MiniEngine({**FEW, "window_pages": 1})
+    streams = give_streams(engine)
+    a = Request(4)
+    engine.step([(a, 400)])
+    streams.is_capturing = True
+    engine.step([(a, 1)])
+    assert streams.log == []
+
+
+def test_a_step_is_of_decode_rows_alone_where_its_metadata_says_so():
+    engine = MiniEngine(FEW)
+    name = engine.layers[0].layer_name
+    assert not facts.decodes_alone(name), "no step is under way"
+    engine.step([(Request(6), 1), (Request(7), 1)])
+    with set_forward_context({name: engine.metadata}, engine.config):
+        assert facts.decodes_alone(name)
+        assert not facts.decodes_alone("another layer")
+    with set_forward_context(None, engine.config):
+        assert not facts.decodes_alone(name), "a run that only warms up has no metadata"
+    with set_forward_context([{name: engine.metadata}], engine.config):
+        assert not facts.decodes_alone(name), "parts of a batch that take turns"
+    engine.step([(Request(8), 1), (Request(9), 20)])
+    with set_forward_context({name: engine.metadata}, engine.config):
+        assert not facts.decodes_alone(name)

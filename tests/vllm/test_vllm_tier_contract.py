@@ -1,0 +1,153 @@
+"""The real vLLM with values in host memory: its planner counts the blocks, and its own layers and builders run with kvskim in them.
+
+Runs where the Python files of the version that variant ``mem-v`` works with are importable; skipped elsewhere.
+"""
+
+import contextlib
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vllm
+from kvskim.engines.vllm.support import TIER_VLLM, parse_version
+
+pytestmark = pytest.mark.skipif(
+    "stand-in" in (vllm.__doc__ or "") or parse_version(vllm.__version__) != TIER_VLLM, reason="vLLM is not installed, or another version"
+)
+FEW = {"selector": "rki4", "rule": "budget", "budget_pages": 6}
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    """vLLM on a CPU, with torch in the place of its two kernels."""
+    from test_vllm_contract import torch_flash_attention, torch_write
+    from vllm.v1.attention.backends import flash_attn as real
+
+    from kvskim.engines.vllm import facts
+
+    monkeypatch.delenv("KVSKIM_CONFIG", raising=False)
+    monkeypatch.setattr(facts, "gpu_capability", lambda: (9, 0))
+    monkeypatch.setattr(facts, "current_platform", SimpleNamespace(is_pin_memory_available=lambda: True))
+    monkeypatch.setattr(real, "flash_attn_varlen_func", torch_flash_attention, raising=False)
+    monkeypatch.setattr(real, "get_scheduler_metadata", lambda *, cache_seqlens, **_: cache_seqlens.clone(), raising=False)
+    monkeypatch.setattr(real, "reshape_and_cache_flash", torch_write, raising=False)
+    monkeypatch.setattr(real, "get_flash_attn_version", lambda *_, **__: 3)
+    monkeypatch.setattr(real, "get_kv_cache_layout", lambda: "NHD")
+    return real
+
+
+def real_engine(settings, block_size, **options):
+    import real_vllm
+    from mini_engine import MAX_TOKENS
+    from tier_engine import TierEngine
+    from vllm.config import vllm as config_module
+
+    class Engine(TierEngine):
+        def make_config(self, additional, max_rows, speculative):
+            return real_vllm.layer_config(additional, max_rows, self.block_size, MAX_TOKENS)
+
+        def current_config(self):
+            patch = pytest.MonkeyPatch.context()
+            context = patch.__enter__()
+            context.setattr(config_module, "_current_vllm_config", self.config)
+            return contextlib.closing(SimpleNamespace(close=lambda: patch.__exit__(None, None, None)))
+
+    return Engine({"variant": "mem-v", "hot_cache_gib": 1e-5, **settings}, block_size=block_size, **options)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_vllms_own_layers_and_builders_with_values_on_the_host(patched, block_size):
+    from mini_engine import Request
+
+    from kvskim.engines.vllm import probe
+
+    with torch.inference_mode():
+        few, everything = (real_engine(s, block_size) for s in (FEW, {"selector": "rki4", "rule": "budget", "budget": 1.0}))
+        for e in (few, everything):
+            a, b = Request(1), Request(2)
+            for scheduled, padding in (
+                ([(a, 250)], 0), ([(a, 1), (b, 70)], 0), ([(a, 1), (b, 1)], 0), ([(b, 1), (a, 1)], 2), ([(a, 1), (b, 30)], 0), ([(a, 3), (b, 2)], 0),
+            ):
+                before = {id(r): r.computed for r, _ in scheduled}
+                rows = e.step(scheduled, pad_rows=padding)
+                for (request, count), row in zip(sorted(scheduled, key=lambda item: item[1]), rows):
+                    for layer, actual in enumerate(row):
+                        if e is everything or count > 1:
+                            torch.testing.assert_close(actual, e.expected(request, layer, before[id(request)], count), atol=2e-5, rtol=2e-5)
+            assert probe.untrue_copies(e.state) == dict.fromkeys(e.state.layers, 0)
+        assert all(6 in layer.counts[:2] for layer in few.state.layers.values())
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_the_planner_makes_twice_the_blocks(patched, block_size):
+    """K, records and directory of every layer are one group of vLLM's, whose blocks have the bytes that they are said to have."""
+    import real_vllm
+
+    e = real_engine(FEW, block_size)
+    config = real_vllm.planning_config(block_size)
+    specs = {name: layer.get_kv_cache_spec(e.config) for name, layer in e.context.items()}
+    assert len(specs) == 6
+    planner = real_vllm.planner()
+    (group,) = planner.get_kv_cache_groups(config, specs)
+    assert set(group.layer_names) == set(specs)
+    memory = 64 * 2**20
+    plan = planner.get_kv_cache_config_from_groups(config, [group], memory)
+    keys, pages = block_size * 2 * 64 * 2, block_size // 16
+    block = 2 * (keys + pages * 2 * (e.records_layers()[0].record_bytes + 4))
+    assert plan.num_blocks == memory // block
+    assert e.state.host_values.block_bytes(host=False) == block
+    sizes = real_vllm.bytes_of_layers(plan)
+    parts = {"records": pages * 2 * e.records_layers()[0].record_bytes, "residency": pages * 2 * 4}
+    assert sizes == {name: plan.num_blocks * parts.get(name.rpartition("kvskim_")[2], keys) for name in specs}
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_vllm_allocates_and_binds_keys_and_directories(patched, block_size, monkeypatch):
+    import real_vllm
+    from vllm.v1.worker.utils import bind_kv_cache
+
+    from kvskim.engines.vllm.layout import key_view
+
+    e = real_engine(FEW, block_size)
+    for layer in e.context.values():
+        layer.kv_cache = torch.tensor([])
+    assert all(layer.tier is None for layer in e.state.layers.values())
+    config = real_vllm.planning_config(block_size)
+    specs = {name: layer.get_kv_cache_spec(e.config) for name, layer in e.context.items()}
+    planner = real_vllm.planner()
+    plan = planner.get_kv_cache_config_from_groups(config, planner.get_kv_cache_groups(config, specs), 2**20)
+    backends = {name: layer.get_attn_backend() for name, layer in e.context.items()}
+    caches = real_vllm.allocate(config, plan, specs, backends, block_size)
+    platform = SimpleNamespace(is_cuda_alike=lambda: True, check_runner_kv_caches_multi_layer=lambda: None)
+    monkeypatch.setattr("vllm.v1.worker.utils.current_platform", platform)
+    # The hot cache of this engine is in the float32 of its steps; vLLM allocates for the model's type.
+    for name, cache in e.state.host_values._hot.items():
+        e.state.host_values._hot[name] = dataclasses.replace(cache, hot=cache.hot.bfloat16())
+    bind_kv_cache(caches, e.context, [])
+    for layer in e.state.layers.values():
+        key = key_view(layer.module.kv_cache, 64)
+        assert key.shape == (plan.num_blocks, block_size, 2, 64)
+        assert key.dtype == torch.bfloat16
+        assert layer.tier.host.shape == (plan.num_blocks * block_size // 16, 2, 16, 64)
+        assert layer.tier.directory.shape == layer.tier.host.shape[:2]
+        assert layer.views(layer.module.kv_cache)[1] is layer.tier
+        with torch.inference_mode():
+            layer.tier.directory.fill_(5)
+        residency = caches[f"{layer.name}.kvskim_residency"]
+        assert (residency.view(torch.int16).flatten()[::2] == 5).all(), "the directory is in vLLM's memory"
+
+
+def test_names_that_are_used():
+    from vllm.config import CacheConfig, ModelConfig
+    from vllm.platforms.interface import Platform
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    fields = {field.name for field in dataclasses.fields(CacheConfig)}
+    assert {"num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization"} <= fields
+    assert callable(ModelConfig.get_num_layers)
+    assert callable(Platform.is_pin_memory_available)
+    assert "seq_lens_cpu_upper_bound" in {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
+    assert "head_size_v" in {field.name for field in dataclasses.fields(FullAttentionSpec)}
