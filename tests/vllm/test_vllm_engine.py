@@ -342,6 +342,30 @@ def test_start_block_says_what_is_sparse():
     assert "NO LAYER" in silent
 
 
+def test_another_scorer_than_the_chosen_kernels_is_named(monkeypatch):
+    """By the start block where the selector or the type of the queries decides, and when records are bound where their number does."""
+    from kvskim.engines.vllm.report import start_block
+    from kvskim.ops.dispatch import Choice
+
+    engine = MiniEngine({**FEW, "selector": "rki4"})
+    state, said = engine.state, []
+    monkeypatch.setattr(state, "log", said.append)
+    state.kernels = Choice("cuda", "a reason")
+    layer = next(iter(state.layers.values()))
+    for pages in (16, 17):
+        layer.records.records = torch.zeros(pages, 1, layer.records.record_bytes, dtype=torch.uint8)
+        layer.records.when_bound()
+    assert len(said) == 1
+    assert said[0].startswith("17 pages")
+    assert said[0].endswith("pages are scored by triton")
+    assert "scored by" not in "\n".join(start_block(state))
+    engine = MiniEngine(FEW)
+    engine.state.kernels = Choice("cuda", "a reason")
+    for dtype, other in ((torch.bfloat16, False), (torch.float16, True)):
+        engine.state.query_dtype = dtype
+        assert ("pages are scored by triton" in "\n".join(start_block(engine.state))) == other
+
+
 def test_fault_29_metrics_show_that_sparse_attention_ran(monkeypatch):
     from kvskim.engines.vllm import sampler
     from kvskim.metrics import SkimMetrics

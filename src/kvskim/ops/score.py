@@ -52,6 +52,11 @@ def scorer(selector: Any, kernels: str, head_dim: int, group: int = 1, dtype: to
     return "cuda" if served else "triton"
 
 
+def fills_pieces(records: Tensor) -> bool:
+    """Whether the CUDA scorer of page records may read a cache: it copies 16 bytes at a time, and not past the last record. Else Triton scores."""
+    return records.numel() % 16 == 0
+
+
 def chunk_count(requests: int, heads: int, group: int, page_capacity: int, multiprocessors: int, kernels: str) -> int:
     """The ``chunks`` dimension of ``partials`` that suits a batch."""
     tiles = max(1, ceil_div(page_capacity, TILE_PAGES))
@@ -82,7 +87,7 @@ def score(
         base, forced: float32 ``[R, H, padded group]``, written.
         partials: float32 ``[R, H, chunks, padded group]``, written for chunks that have a tile; chunks from `chunk_count`.
         scratch: needed by the CUDA and Triton kernels of the sketch.
-        kernels: cuda, triton or torch. What has no CUDA kernel, see `scorer`, is scored by Triton under "cuda".
+        kernels: cuda, triton or torch. What has no CUDA kernel, see `scorer` and `fills_pieces`, is scored by Triton under "cuda".
         full_pages: a request of at most so many pages is attended whole, so nothing need be written for it; the CUDA kernels leave it alone.
         overlap: CUDA only: launch before the preceding kernel has ended (programmatic dependent launch).
         overlap_first: with ``overlap``: the first launch, which prepares the query, too.
@@ -125,8 +130,7 @@ def score(
         score_sketch(tables, query, key_cache, records, block_table, seq_lens, **common, **outputs, scratch=scratch)
     elif isinstance(tables, PageTables):
         group = query.shape[1] // key_cache.shape[2]
-        # The CUDA kernel copies 16 bytes at a time, and may not read past the last record.
-        if scorer(selector, kernels, query.shape[2], group, query.dtype) == "cuda" and records.numel() % 16 == 0:
+        if scorer(selector, kernels, query.shape[2], group, query.dtype) == "cuda" and fills_pieces(records):
             from kvskim.ops.cuda.score_pages import form_of, record_offsets
             from kvskim.ops.cuda.score_pages import score_pages as score_pages_cuda
             from kvskim.ops.triton.forced import forced_mass

@@ -57,7 +57,7 @@ def layer_ranges(indices: Sequence[int]) -> str:
 def _other_scorer(state: SkimState) -> str:
     """Says that pages are scored by other kernels than the rest, where that is so."""
     kernels = state.kernels.kernels
-    names = {scorer(state.selector, kernels, layer.head_size, layer.group) for layer in state.layers.values()}
+    names = {scorer(state.selector, kernels, layer.head_size, layer.group, state.query_dtype) for layer in state.layers.values()}
     return "" if names <= {kernels} else f"; pages are scored by {' and '.join(sorted(names))}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,7 @@ from kvskim.metrics import metrics
 from kvskim.ops.attend import Kernels
 from kvskim.ops.dispatch import Choice, choose
 from kvskim.ops.encode import encode
+from kvskim.ops.score import fills_pieces, scorer
 from kvskim.ops.step import StepSettings, decode_step
 from kvskim.ops.workspace import StepBuffers, Workspace, table_capacity
 from kvskim.rules import RuleParameters
@@ -122,6 +124,8 @@ class SkimState:
         self.metrics = metrics()
         self.sampler: ActivitySampler | None = None
         self.kernels = Choice("", "not chosen yet")
+        self.query_dtype = torch.bfloat16
+        """Of the queries, known when `allocate` is called."""
         self.encode_order = EncodeOrder(self.config.window_pages)
         self.rows = 0
         """Rows that one launch serves; a larger decode batch runs in parts."""
@@ -188,8 +192,18 @@ class SkimState:
         if self.host_values is not None:
             layer.residency = self.host_values.add(layer, cache_dtype)
             layers[layer.residency.layer_name] = layer.residency
+        if not self.layers:
+            records.when_bound = partial(self._records_bound, layer)
         self.layers[layer.name] = layer
         return layer
+
+    def _records_bound(self, layer: LayerState) -> None:
+        """Say where the number of records takes the CUDA scorer away that the start block has announced."""
+        records, kernels = layer.records.records, self.kernels.kernels
+        if records is None or kernels != "cuda" or fills_pieces(records):
+            return
+        if scorer(self.selector, kernels, layer.head_size, layer.group, self.query_dtype) == "cuda":
+            self.log(f"{records.shape[0]} pages of {records[0].numel()} bytes of records do not fill 16-byte pieces: pages are scored by triton")
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate all that decode needs, once. Called in vLLM's profiling run, so that vLLM counts it before it sizes its cache."""
@@ -197,6 +211,7 @@ class SkimState:
             return
         config = self.config
         self.kernels = choose(config.kernels, device)
+        self.query_dtype = dtype
         kernels = cast(Kernels, self.kernels.kernels)
         if device.type == "cuda":
             self.encode_order.streams = CudaStreams(device)
