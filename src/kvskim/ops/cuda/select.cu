@@ -182,8 +182,18 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) select_kernel(const __grid_
         }
     }
     const bool is_signed = !IS_SOFTMAX && p.combine == MAXIMUM;
-    // A mass is below 1, a sum over the group of exponentials of at most 1 below 16.
-    const FirstBins first_bins = FirstBins::choose(is_signed, IS_SOFTMAX ? 0 : 4);
+    const auto bins_for = [&](int k) {
+        if constexpr (IS_SOFTMAX) {
+            // The masses of all pages, with those always attended, add up to 1.
+            float forced_mass = 0.0f;
+#pragma unroll
+            for (int g = 0; g < GROUP; ++g) forced_mass += g < p.group ? shared.weight[g] : 0.0f;
+            return PivotBins::choose(__fdividef(1.0f - forced_mass, static_cast<float>(candidates)), k);
+        } else {
+            return PlainBins::choose(is_signed, 4);  // a sum over the group of exponentials of at most 1 is at most 16
+        }
+    };
+    const auto first_bins = bins_for(budget);
 
     // Keys. A threshold counts the pages that reach it on the way; coverage counts the broken ones, which it takes in any case; a budget
     // always needs the search, and its first histogram is made on the way.
@@ -251,7 +261,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) select_kernel(const __grid_
             if (found) selection = {rows, totals.above_before, count, totals.all.mass};
         }
         if (!found && count > 0)
-            selection = select_best(shared, search, inbox, place, keys, warp_begin, warp_end, begin, first_bins, is_signed, counted, count);
+            selection = select_best(shared, search, inbox, place, keys, warp_begin, warp_end, begin, counted ? first_bins : bins_for(count), is_signed,
+                                    counted, count);
     }
     if (selection.count >= candidates) {
         if (place.rank == 0 && threadIdx.x == 0) {
