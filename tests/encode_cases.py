@@ -169,7 +169,9 @@ def sketch_problems(actual: Tensor, wanted: Tensor, keys: Tensor, tables: Sketch
     used = int(tables.coefficient_count.sum()) * len(actual)
     if int(difference.max()) > 1:
         found.append(f"codes differ by up to {int(difference.max())}")
-    if int((difference > 0).sum()) > max(1, 0.005 * used):
+    # At most one code in 200 lies so close to a boundary; of few codes some more may by chance: three standard deviations.
+    likely = 0.005 * used
+    if int((difference > 0).sum()) > max(1.0, likely + 3 * likely**0.5):
         found.append(f"{int((difference > 0).sum())} of {used} codes differ")
     # A code may only differ where the coefficient lies on a boundary, as far as 11 bits of mantissa can tell: then either code is as good.
     if bool((difference > 0).any()):
