@@ -152,3 +152,8 @@ def test_plot_lines_by_batch_and_selector(tmp_path: Path) -> None:
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(KvskimError, match="nothing to plot"):
         plot.draw(runs[:1], tmp_path / "r.png")
+    # One selector alone gives the picture that a result without the others gives.
+    plot.draw([*runs, rki4], tmp_path / "one.png", "sketch")
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "r.png").read_bytes()
+    with pytest.raises(KvskimError, match="--selector is 'quad'; the results have rki4, sketch"):
+        plot.draw([*runs, rki4], tmp_path / "one.png", "quad")

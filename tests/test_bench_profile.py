@@ -92,6 +92,7 @@ def test_traces_are_read() -> None:
     ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", "communication"),
     ("void kvskim::(anonymous namespace)::prepare_sketch_kernel<128>(x)", "score preparation"), ("_forced_kernel", "score preparation"),
     ("void kvskim::score_sketch_kernel<8, 2>(x)", "score"), ("void kvskim::attend_kernel<128>(x)", "attend"), ("latent_split_kernel", "attend"),
+    ("memcpy32_post", "copies"),
     ("void someone::new_kernel(int)", UNKNOWN),
 ])
 def test_names_are_known(name: str, group: str) -> None:

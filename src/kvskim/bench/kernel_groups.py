@@ -24,6 +24,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     ("cache write", r"reshape_and_cache|concat_and_cache|_reshape_cache"),
     ("attention", r"flash|fmha|unified_attention|paged_attention|splitkv|prepare_varlen_num_blocks|merge_attn_states|reduce_segments|^_fwd_(grouped_)?kernel"),
+    # How the driver copies a few bytes inside a graph.
+    ("copies", r"^memcpy\d*_post$"),
     ("experts", r"moe|expert|topkGating|grouped_topk|router_gemm|(expand|shuffle)InputRows"),
     ("linear layers", r"nvjet|gemm|gemv|cutlass|cublas|splitk|xmma|^triton_tem_|dot_kernel|reduce_1Block"),
     ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter|cross_device"),

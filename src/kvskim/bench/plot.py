@@ -19,15 +19,23 @@ def require_matplotlib() -> None:
         raise KvskimError("a plot needs matplotlib: pip install 'kvskim[plot]', or write --json now and draw it elsewhere with `kvskim bench plot`")
 
 
-def draw(runs: Sequence[Run], output: Path) -> None:
+def draw(runs: Sequence[Run], output: Path, selector: str | None = None) -> None:
     """Write a PNG with one panel for each model: dense time per token divided by kvskim's.
 
+    Args:
+        selector: leave the runs of other selectors out.
+
     Raises:
-        KvskimError: no case has figures of both sides, or the file can't be written.
+        KvskimError: no case has figures of both sides, the selector is in none, or the file can't be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    if selector is not None:
+        present = sorted({str(run.settings["selector"]) for run in runs if run.settings})
+        if selector not in present:
+            raise KvskimError(f"--selector is {selector!r}; the results have {', '.join(present) or 'none'}: give one of these")
+        runs = [run for run in runs if not run.settings or run.settings["selector"] == selector]
     found = [row for row in rows(runs) if row.job.kind == "decode" and row.speedup is not None]
     if not found:
         raise KvskimError("no decode case has figures of dense and of kvskim, so there is nothing to plot")
