@@ -217,10 +217,20 @@ def _check(model: str, settings: dict[str, Any], *, context: int, count: int, to
     llm = dict(model=model, max_model_len=context + tokens_beside(tokens), enforce_eager=eager, gpu_memory_utilization=0.85, disable_log_stats=True)
     selector: dict[str, Any] = {name: settings[name] for name in ("selector", "selector_options", "calibration", "kernels", "dense_layers") if name in settings}
     warm = ids[: min(len(ids), context)]
-    dense = run_engine(llm, batch, settings=None, max_tokens=tokens)
-    everything = run_engine(llm, batch, settings={**selector, **ALL_PAGES}, max_tokens=tokens, warm_prompt=warm, activity=True)
-    # Short prompts too shall show what the rule does, unless the user has set a length up to which all is attended.
-    ruled = run_engine(llm, batch, settings={"full_pages": 0, **settings}, max_tokens=tokens, warm_prompt=warm, activity=True)
+    console = Console()
+    engines: dict[str, dict[str, Any]] = {
+        "full attention": dict(settings=None),
+        "all pages selected": dict(settings={**selector, **ALL_PAGES}, warm_prompt=warm, activity=True),
+        # Short prompts too shall show what the rule does, unless the user has set a length up to which all is attended.
+        "the rule": dict(settings={"full_pages": 0, **settings}, warm_prompt=warm, activity=True),
+    }
+    runs: list[dict[str, Any]] = []
+    for name, options in engines.items():
+        # An engine takes one to two minutes to start where vLLM has compiled nothing yet.
+        console.print(f"Engine {len(runs) + 1} of 3: {name}", style="dim")
+        runs.append(run_engine(llm, batch, max_tokens=tokens, **options))
+        console.print(f"  started in {runs[-1]['start_seconds']:.0f} s, answered in {runs[-1]['seconds']:.1f} s", style="dim")
+    dense, everything, ruled = runs
 
     table = Table("run", "equal prompts", "equal tokens", "logprob difference", "pages attended", "mass covered", "seconds")
     table.add_row("FLASH_ATTN", "", "", "", "", "", f"{dense['seconds']:.1f}")
@@ -232,7 +242,6 @@ def _check(model: str, settings: dict[str, Any], *, context: int, count: int, to
             name, f"{agreement.equal} of {agreement.prompts}", f"{agreement.tokens:.1%}", f"{agreement.logprob:.3f}", f"{share:.1%}",
             f"{seen['covered'] / max(1, seen['count']):.1%}", f"{result['seconds']:.1f}",
         )
-    console = Console()
     for line in ruled["log"]:
         console.print(line, highlight=False, markup=False)
     console.print(table)

@@ -193,7 +193,8 @@ def test_check_needs_a_supported_vllm(app, model, monkeypatch):
 
 def engine_result(tokens, attended=100, ready=True):
     outputs = [output(tokens, [-0.1] * len(tokens))]
-    return dict(outputs=outputs, seconds=1.0, ready=ready, activity=dict(attended=attended, total=100, covered=9.0, count=10), log=["kvskim was here"])
+    activity = dict(attended=attended, total=100, covered=9.0, count=10)
+    return dict(outputs=outputs, start_seconds=2.0, seconds=1.0, ready=ready, activity=activity, log=["kvskim was here"])
 
 
 @pytest.mark.parametrize(("everything", "ruled", "code", "words"), [
@@ -222,6 +223,8 @@ def test_fault_29_check_passes_only_where_sparse_attention_ran_and_full_selectio
     assert result.exit_code == code, (result.output, result.exception)
     assert words in " ".join(result.output.split())
     assert "kvskim was here" in result.output
+    # An engine takes its time to start, so the user sees which one is next.
+    assert "Engine 3 of 3: the rule" in result.output
     # Full attention without kvskim, then every page, then the rule as given, all on prompts that the model has positions for.
     assert asked[0][0] is None
     assert (asked[1][0]["rule"], asked[1][0]["budget"]) == ("budget", 1.0)
