@@ -19,6 +19,7 @@ from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.attend import attend
 from kvskim.ops.cuda import score_sketch as cuda
 from kvskim.ops.join_query import join_query
+from kvskim.ops.latent_query import LatentQuery
 from kvskim.ops.score import score
 from kvskim.ops.select import select
 from kvskim.ops.step import StepSettings, decode_step
@@ -45,6 +46,7 @@ class Problem:
         self.query = torch.randn(requests, heads, DIM, dtype=torch.bfloat16, device="cuda")
         self.latent = torch.randn(heads, requests, LATENT, dtype=torch.bfloat16, device="cuda").transpose(0, 1)
         self.rotary = torch.randn(requests, heads, 192, dtype=torch.bfloat16, device="cuda")[..., 128:]
+        self.parts = LatentQuery(self.latent, self.rotary)
         self.lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
         self.out = torch.empty(requests, heads, LATENT, dtype=torch.bfloat16, device="cuda")
         self.ready = torch.ones(1, dtype=torch.int32, device="cuda")
@@ -64,16 +66,17 @@ class Problem:
         count = max(4, len(self.tables))
         return [lambda i=i: launch(self.tables[i % len(self.tables)], i % len(self.tables)) for i in range(count)]
 
-    def step(self, rule, overlap=True, joined=True):
+    def step(self, rule, overlap=True, joined=False):
         w = self.workspace(rule)
         b = w.buffers(self.requests)
         settings = StepSettings(self.selector, self.sketch, rule, 1, 1, SCALE, kernels="cuda", overlap=overlap, settled=overlap)
+        query = self.query if joined else self.parts
 
         def launch(table, _):
             if joined:
                 join_query(self.latent, self.rotary, out=self.query, kernels="cuda")
             decode_step(
-                settings, self.query, self.cache, self.cache[..., :LATENT], self.records, table, self.lengths, ready=self.ready, workspace=w, buffers=b,
+                settings, query, self.cache, self.cache[..., :LATENT], self.records, table, self.lengths, ready=self.ready, workspace=w, buffers=b,
                 out=self.out,
             )
 
@@ -105,28 +108,27 @@ def run(name, problem, splits):
     physical = [torch.randint(0, small.shape[0], (p.requests, int(few[0]) // 16), dtype=torch.int32, device="cuda") for _ in range(8)]
     measure("FlashAttention of 128 pages, were their lengths known ahead", [dense_latent_decode(p.query, small, LATENT, t, few, SCALE) for t in physical])
     measure("joining the two parts of the query", [lambda: join_query(p.latent, p.rotary, out=p.query, kernels="cuda")] * 8)
-    measure("the same by torch.cat", [lambda: torch.cat((p.latent, p.rotary), -1)] * 8)
-    if p.heads <= 16:
-        prepared = (p.sketch.query_matrix, p.sketch.slot_coefficient, p.sketch.slot_digit, p.sketch.mean)
-        measure("prepare, overlapped", p.each(lambda t, _: cuda.prepare_sketch(
-            p.query, p.cache, *prepared, t, p.lengths, p.w.sketch_weights, b.base, b.forced, SCALE, 0.0, 1.0, 1, 1, 0, OVERLAP)))
-        measure("scan, overlapped", p.each(lambda t, _: cuda.score_sketch(
-            p.records, t, p.lengths, p.w.sketch_weights, b.forced, b.scores, b.partials, p.heads, BLOCK_SIZE, 1, 1, 0, OVERLAP)))
+    prepared = (p.sketch.query_matrix, p.sketch.slot_coefficient, p.sketch.slot_digit, p.sketch.mean)
+    for label, query, rest in (("", p.latent, p.rotary), (", query in one piece", p.query, None)):
+        measure(f"prepare{label}, overlapped", p.each(lambda t, _, query=query, rest=rest: cuda.prepare_sketch(
+            query, p.cache, *prepared, t, p.lengths, p.w.sketch_weights, b.base, b.forced, SCALE, 0.0, 1.0, 1, 1, 0, OVERLAP, rest=rest)))
+    measure("scan, overlapped", p.each(lambda t, _: cuda.score_sketch(
+        p.records, t, p.lengths, p.w.sketch_weights, b.forced, b.scores, b.partials, p.heads, BLOCK_SIZE, 1, 1, 0, OVERLAP)))
     measure("score (prepare and scan)", p.each(lambda t, _: score(
-        p.selector, p.sketch, p.query, p.cache, p.records, t, p.lengths, scale=SCALE, sink_pages=1, window_pages=1, scores=b.scores, base=b.base,
+        p.selector, p.sketch, p.parts, p.cache, p.records, t, p.lengths, scale=SCALE, sink_pages=1, window_pages=1, scores=b.scores, base=b.base,
         forced=b.forced, partials=b.partials, scratch=p.w, kernels="cuda", overlap=True, settled=True)))
     measure("select budget 128, overlapped", p.each(lambda t, _: select(
         b.scores, b.base, b.forced, b.partials, p.lengths, group=p.heads, rule=BUDGET, sink_pages=1, window_pages=1, ready=p.ready, pages=b.pages,
         counts=b.counts, covered=b.covered, kernels="cuda", keys=b.keys, overlap=True, settled=True)))
     for overlap in (False, True):
         measure(f"attend 128 pages{', overlapped' if overlap else ''}", p.each(lambda t, i, overlap=overlap: attend(
-            p.query, p.cache, values, t, p.lengths, p.chosen[i], p.counts, scale=SCALE, out=p.out, scratch=p.w, kernels="cuda", overlap_previous=overlap)))
+            p.parts, p.cache, values, t, p.lengths, p.chosen[i], p.counts, scale=SCALE, out=p.out, scratch=p.w, kernels="cuda", overlap_previous=overlap)))
     all_pages = torch.full_like(p.counts, p.pages)
     measure("attend all pages, overlapped", p.each(lambda t, i: attend(
-        p.query, p.cache, values, t, p.lengths, p.chosen[i], all_pages, scale=SCALE, out=p.out, scratch=p.w, kernels="cuda", overlap_previous=True)))
+        p.parts, p.cache, values, t, p.lengths, p.chosen[i], all_pages, scale=SCALE, out=p.out, scratch=p.w, kernels="cuda", overlap_previous=True)))
     launches, _ = p.step(BUDGET)
     measure("whole step, budget 128", launches)
-    measure("whole step, budget 128, query joined before", p.step(BUDGET, joined=False)[0])
+    measure("whole step, budget 128, after joining the parts of the query", p.step(BUDGET, joined=True)[0])
     measure("whole step, budget 128, nothing overlapped", p.step(BUDGET, overlap=False)[0])
     launches, used = p.step(THRESHOLD)
     measure("whole step, threshold", launches)

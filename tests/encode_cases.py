@@ -101,7 +101,14 @@ class EncodeCase:
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
 
     def run(self, slots: list[int], kernels: str) -> None:
-        encode(self.selector, self.tables, self.key_cache, self.slots(slots), self.records, k_scale=self.k_scale, kernels=kernels)
+        """``kernels``: those of `encode`, and behind a space the encoder if it is not to be chosen: "cuda few"."""
+        self.encode(self.slots(slots), kernels)
+
+    def encode(self, slots: Tensor, kernels: str, **options: Any) -> None:
+        kernels, _, encoder = kernels.partition(" ")
+        encode(
+            self.selector, self.tables, self.key_cache, slots, self.records, k_scale=self.k_scale, kernels=kernels, encoder=encoder or None, **options
+        )
 
     def expected(self, slots: list[int]) -> Tensor:
         """Records of the torch reference on the CPU, poison where no page is completed."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvskim.calibration import LayerCalibration, fit_layer
 from kvskim.layout import PAGE_TOKENS, ceil_div
+from kvskim.ops.latent_query import LatentQuery, Query
 from kvskim.ops.step import StepSettings, decode_step
 from kvskim.ops.workspace import StepBuffers, Workspace
 from kvskim.rules import RuleParameters
@@ -98,10 +99,21 @@ def make_latent_batch(
     return LatentBatch(chosen, tables, query, cache, cache[..., :latent], records, table, torch.tensor(lengths, dtype=torch.int32), scale)
 
 
+def in_parts(query: Tensor, latent: int) -> LatentQuery:
+    """The same query as an engine has it: the latent part by heads, the rotary part behind channels that are not rotated. What lies between is NaN."""
+    requests, heads, dim = query.shape
+    first = torch.full((heads, requests, latent + 8), torch.nan, dtype=query.dtype, device=query.device)[..., :latent].transpose(0, 1)
+    second = torch.full((requests, heads, 128 + dim - latent), torch.nan, dtype=query.dtype, device=query.device)[..., 128:]
+    first.copy_(query[..., :latent])
+    second.copy_(query[..., latent:])
+    return LatentQuery(first, second)
+
+
 def run_latent_step(
-    batch: Batch, rule: RuleParameters, *, kernels: str, ready: int = 1, sink_pages: int = 1, window_pages: int = 1
+    batch: Batch, rule: RuleParameters, *, kernels: str, ready: int = 1, sink_pages: int = 1, window_pages: int = 1, parts: bool = False,
+    overlap: bool = False,
 ) -> tuple[Tensor, Tensor, StepBuffers]:
-    """out ``[R, G, latent]``, lse and the selection of one decode step, from a workspace full of NaN."""
+    """out ``[R, G, latent]``, lse and the selection of one decode step, from a workspace full of NaN. parts: the query in two tensors."""
     group, latent, device = batch.query.shape[1], batch.value_cache.shape[3], batch.query.device
     workspace = Workspace(
         max_requests=batch.query.shape[0] + 1, num_kv_heads=1, group=group, head_dim=latent, page_capacity=batch.page_capacity, rule=rule,
@@ -113,9 +125,12 @@ def run_latent_step(
     buffers = workspace.buffers(batch.query.shape[0])
     out = torch.full((*batch.query.shape[:2], latent), float("nan"), dtype=batch.query.dtype, device=device)
     lse = torch.full(batch.query.shape[:2], float("nan"), device=device)
-    settings = StepSettings(batch.selector, batch.tables, rule, sink_pages, window_pages, batch.scale, kernels=kernels)  # type: ignore[arg-type]
+    settings = StepSettings(
+        batch.selector, batch.tables, rule, sink_pages, window_pages, batch.scale, kernels=kernels, overlap=overlap, settled=overlap,  # type: ignore[arg-type]
+    )
+    query: Query = in_parts(batch.query, latent) if parts else batch.query
     decode_step(
-        settings, batch.query, batch.key_cache, batch.value_cache, batch.records, batch.block_table, batch.seq_lens,
+        settings, query, batch.key_cache, batch.value_cache, batch.records, batch.block_table, batch.seq_lens,
         ready=torch.full((1,), ready, dtype=torch.int32, device=device), workspace=workspace, buffers=buffers, out=out, lse=lse,
     )
     return out, lse, buffers

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from encode_cases import LAYOUTS, POISON, EncodeCase, slot_lists
-from kvskim.ops.encode import encode, page_keys
+from kvskim.ops.encode import encode, encoders, page_keys
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs it on the GPU"))
 KERNELS = ["torch", TRITON]
@@ -123,6 +123,24 @@ def test_fault_23_each_chunk_of_a_prompt_records_its_own_pages(kernels: str) -> 
     for start, stop in ((0, 13), (13, 40), (40, 41), (41, 80), (80, 96)):
         case.run(request[start:stop], kernels)
         assert case.problems(request[:stop]) == [], (start, stop)
+
+
+def test_encoders_are_chosen_only_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the CUDA kernels those of sketch records are two; which one is to run reaches the operator, by default as the choice by tokens."""
+    from kvskim.ops.cuda import encode as cuda
+
+    launched = []
+    monkeypatch.setattr(cuda, "encode_sketch", lambda *arguments: launched.append(cuda.ENCODERS[arguments[-2]]))
+    case = EncodeCase()
+    assert encoders(case.tables, case.key_cache, "cuda") == ("few", "many")
+    for kernels in ("cuda many", "cuda", "cuda few"):
+        case.run([15], kernels)
+    assert launched == ["many", "by tokens", "few"]
+    one_way = ((case, "torch"), (case, "triton"), *((c, "cuda") for c in (EncodeCase("rki4"), EncodeCase(dtype=torch.float32), EncodeCase(dim=32))))
+    for other, kernels in one_way:
+        assert encoders(other.tables, other.key_cache, kernels) == (None,)
+        with pytest.raises(ValueError, match="encoder is 'few'"):
+            other.run([15], f"{kernels} few")
 
 
 def test_nan_keys_give_defined_records() -> None:

@@ -13,15 +13,16 @@ if not torch.cuda.is_available():
 
 from kvskim.engines.decode import DecodeSettings, decode_attention
 from kvskim.engines.decode_kernels import kernel_refusal
-from kvskim.layout import PAGE_TOKENS, padded_group
+from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.attend import attend, attending_kernels, shares_rows
 from kvskim.ops.join_query import join_query
-from kvskim.ops.score import scorer
-from kvskim.ops.select import select, selecting_kernels
+from kvskim.ops.latent_query import LatentQuery, joined
+from kvskim.ops.score import reads_parts, score, scorer
+from kvskim.ops.select import select
 from kvskim.reference import ReferenceLayer
 from kvskim.rules import RuleParameters
 from kvskim.selectors import get_selector
-from mla_data import LATENT, ROTARY, make_latent_batch, run_latent_step
+from mla_data import LATENT, ROTARY, in_parts, make_latent_batch, run_latent_step
 from select_cases import RULES, make_case
 from sketch_cases import SketchCase, compare
 from step_data import Batch
@@ -220,10 +221,64 @@ def test_parts_of_a_query_that_do_not_fit_are_refused() -> None:
             join_query(first, second, out=out, kernels="torch")
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize(("selector", "group", "latent", "rotary"), [("sketch", 16, LATENT, ROTARY), ("rki4", 20, 96, 32), ("oracle", 3, 40, 24)])
+def test_a_query_in_parts_gives_the_same_step(kernels: str, selector: str, group: int, latent: int, rotary: int) -> None:
+    pytest.importorskip("triton")
+    lengths = [0, 1, 17, 150] if selector != "sketch" else [0, 100]
+    batch = make_latent_batch(selector, lengths, group=group, latent=latent, rotary=rotary, dtype=torch.bfloat16)
+    check_parts(batch, BUDGET, kernels)
+
+
+def check_parts(batch: Batch, rule: RuleParameters, kernels: str) -> None:
+    """Bit for bit, as the query has the same bits and nothing is added up in another order."""
+    out, lse, buffers = run_latent_step(batch, rule, kernels=kernels)
+    same, same_lse, others = run_latent_step(batch, rule, kernels=kernels, parts=True)
+    assert torch.equal(buffers.counts, others.counts)
+    for pages, of_parts, count in zip(buffers.pages, others.pages, buffers.counts):
+        assert torch.equal(pages[0, : int(count)], of_parts[0, : int(count)])
+    assert torch.equal(out, same)
+    assert torch.equal(lse, same_lse)
+    assert torch.equal(buffers.covered, others.covered)
+
+
+def test_which_parts_are_read_where_they_lie() -> None:
+    batch = make_latent_batch("sketch", [40], group=16, dtype=torch.bfloat16)
+    query = in_parts(batch.query, LATENT)
+    assert query.shape == batch.query.shape
+    assert query[0:0].shape == (0, 16, LATENT + ROTARY)
+    assert torch.equal(joined(query, "torch"), batch.query)
+    assert joined(batch.query, "torch") is batch.query
+    assert reads_parts(query, batch.tables, "cuda")
+    assert not reads_parts(query, batch.tables, "triton")
+    assert not reads_parts(query, make_latent_batch("mean", [40], group=16).tables, "cuda")
+    wide = torch.zeros(1, 16, 8 + ROTARY, dtype=torch.bfloat16)
+    assert not reads_parts(LatentQuery(query.latent, wide[..., 4:-4]), batch.tables, "cuda"), "rows must begin at multiples of 16 bytes"
+    assert not reads_parts(LatentQuery(torch.zeros(1, 16, 528).bfloat16(), wide[..., :48]), batch.tables, "cuda"), "a step of 32 channels has one part"
+
+
+def test_parts_that_do_not_fit_each_other_or_the_cache_are_refused() -> None:
+    latent, rotary = torch.zeros(2, 4, 8), torch.zeros(2, 4, 3)
+    with pytest.raises(ValueError, match=r"parts \[2, 4, 8\] and \[1, 4, 3\] of a query do not fit"):
+        LatentQuery(latent, rotary[:1])
+    with pytest.raises(ValueError, match="must be of one type on one device"):
+        LatentQuery(latent, rotary.half())
+    batch = make_latent_batch("sketch", [40], group=4, latent=96, rotary=32)
+    small = torch.zeros(1, 1, 4)
+    turned = LatentQuery(batch.query[..., :96], torch.zeros(1, 32, 4).mT)
+    for query, message in ((in_parts(batch.query[..., :-1], 96), "do not fit"), (turned, "must be contiguous")):
+        with pytest.raises(ValueError, match=message):
+            score(
+                batch.selector, batch.tables, query, batch.key_cache, batch.records, batch.block_table, batch.seq_lens, scale=1.0, sink_pages=1, window_pages=1,
+                scores=torch.zeros(1, 1, 3, 4), base=small, forced=small, partials=small[None], scratch=None, kernels="torch",
+            )
+
+
 def test_cuda_leaves_to_triton_what_it_has_no_kernels_for() -> None:
     sketch = get_selector("sketch")
-    assert [scorer(sketch, "cuda", 576, g) for g in (16, 17)] == ["cuda", "triton"]
-    assert [selecting_kernels("cuda", padded_group(g)) for g in (16, 17)] == ["cuda", "triton"]
+    assert [scorer(sketch, "cuda", 576, g) for g in (16, 17, 128)] == ["cuda"] * 3
+    assert [scorer(get_selector("mean"), "cuda", 128, g) for g in (16, 17)] == ["cuda", "triton"]
     assert attending_kernels("cuda", 8, 128, 128) == "cuda"
     assert attending_kernels("cuda", 8, 576, 512) == attending_kernels("cuda", 17, 128, 128) == "triton"
     assert attending_kernels("torch", 8, 576, 512) == "torch"

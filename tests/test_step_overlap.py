@@ -23,7 +23,7 @@ OVERLAP, SETTLED = score_sketch.OVERLAP_PREVIOUS, score_sketch.RECORDS_SETTLED
 def launched(monkeypatch):
     """Names and flags of the launches, in their order; nothing runs."""
     seen: list[tuple[str, int]] = []
-    monkeypatch.setattr(score_sketch, "prepare_sketch", lambda *arguments: seen.append(("prepare", arguments[-1])))
+    monkeypatch.setattr(score_sketch, "prepare_sketch", lambda *arguments: seen.append(("prepare", arguments[17])))
     monkeypatch.setattr(score_sketch, "score_sketch", lambda *arguments: seen.append(("score", arguments[-1])))
     monkeypatch.setattr(
         cuda_select, "select_cuda",
@@ -34,18 +34,15 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "first", "others", "last"),
+    ("changes", "others", "last"),
     [
-        (dict(), 0, 0, 0),
-        (dict(overlap_first=False), 0, 0, 0),
-        (dict(settled=True), 0, 0, 0),
-        (dict(overlap=True), OVERLAP, OVERLAP, OVERLAP),
-        (dict(overlap=True, settled=True), OVERLAP | SETTLED, OVERLAP | SETTLED, OVERLAP),
-        (dict(overlap=True, overlap_first=False), 0, OVERLAP, OVERLAP),
-        (dict(overlap=True, settled=True, overlap_first=False), 0, OVERLAP | SETTLED, OVERLAP),
+        (dict(), 0, 0),
+        (dict(settled=True), 0, 0),
+        (dict(overlap=True), OVERLAP, OVERLAP),
+        (dict(overlap=True, settled=True), OVERLAP | SETTLED, OVERLAP),
     ],
 )
-def test_launch_flags_follow_the_settings_of_the_step(launched, changes, first, others, last):
+def test_launch_flags_follow_the_settings_of_the_step(launched, changes, others, last):
     batch = make_batch("sketch", [300, 40], heads=2, group=4, dim=128, dtype=torch.bfloat16)
     workspace = Workspace(
         max_requests=2, num_kv_heads=2, group=4, head_dim=128, page_capacity=batch.page_capacity, rule=BUDGET, sink_pages=1, window_pages=1, device="cpu",
@@ -56,4 +53,22 @@ def test_launch_flags_follow_the_settings_of_the_step(launched, changes, first, 
         settings, batch.query, batch.key_cache, batch.value_cache, batch.records, batch.block_table, batch.seq_lens,
         ready=torch.ones(1, dtype=torch.int32), workspace=workspace, buffers=workspace.buffers(2), out=torch.empty_like(batch.query),
     )
-    assert launched == [("prepare", first), ("score", others), ("select", others), ("attend", last)]
+    assert launched == [("prepare", others), ("score", others), ("select", others), ("attend", last)]
+
+
+@pytest.mark.parametrize(("changes", "full_pages"), [(dict(), 0), (dict(overlap=True), 0), (dict(overlap=True, settled=True), 7)])
+def test_attend_begins_early_only_where_all_it_reads_is_settled(launched, monkeypatch, changes, full_pages):
+    seen = []
+    monkeypatch.setattr(cuda_attend, "attend_cuda", lambda *arguments: seen.append(arguments[-6]))
+    batch = make_batch("sketch", [300, 40], heads=2, group=4, dim=128, dtype=torch.bfloat16)
+    rule = replace(BUDGET, full_pages=7)
+    workspace = Workspace(
+        max_requests=2, num_kv_heads=2, group=4, head_dim=128, page_capacity=batch.page_capacity, rule=rule, sink_pages=1, window_pages=1, device="cpu",
+        kernels="triton",
+    )
+    settings = replace(StepSettings(batch.selector, batch.tables, rule, 1, 1, batch.scale, kernels="cuda"), **changes)
+    decode_step(
+        settings, batch.query, batch.key_cache, batch.value_cache, batch.records, batch.block_table, batch.seq_lens,
+        ready=torch.ones(1, dtype=torch.int32), workspace=workspace, buffers=workspace.buffers(2), out=torch.empty_like(batch.query),
+    )
+    assert seen == [full_pages]

@@ -1,4 +1,4 @@
-"""Contexts whose values are in host memory, copied together for the attention of prompts."""
+"""Contexts whose values, or keys and values, are in host memory, copied together for the attention of prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvskim.ops.stage import stage
-from kvskim.tier.values import ValueTier, make_tier
+from kvskim.tier.pages import HostTier, make_tier
 from tier_data import Sizes, pages_of, poisoned_tier
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -19,11 +19,11 @@ IMPLEMENTATIONS = ["torch", pytest.param("triton", marks=pytest.mark.skipif(not 
 DIM = 24
 
 
-def filled(blocks: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor, ValueTier]:
-    """Keys with strides of another order, values, and a tier with the values of pages 6 and 7 of kv head 1 hot and nowhere else."""
+def filled(blocks: int, block_size: int, parts: int) -> tuple[torch.Tensor, torch.Tensor, HostTier]:
+    """Keys with strides of another order, values, and a tier of values, or of both, with pages 6 and 7 of kv head 1 hot and nowhere else."""
     keys = torch.randn(blocks, 2, block_size, DIM).transpose(1, 2)
     values = torch.randn(blocks, block_size, 2, DIM)
-    tier = make_tier(pages_of(values).contiguous(), 3, "cpu")
+    tier = make_tier(pages_of(*(keys.contiguous(), values)[2 - parts :]), 3, "cpu")
     for page, slot in ((6, 2), (7, 0)):
         tier.directory[page, 1], tier.owner[slot] = slot + 1, page * 2 + 1
         tier.hot[slot] = tier.host[page, 1]
@@ -33,9 +33,10 @@ def filled(blocks: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor, Va
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_contexts_come_together_in_the_order_of_their_tokens(kernels: str, block_size: int) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_contexts_come_together_in_the_order_of_their_tokens(kernels: str, block_size: int, parts: int) -> None:
     blocks = 512 // block_size
-    keys, values, tier = filled(blocks, block_size)
+    keys, values, tier = filled(blocks, block_size, parts)
     # A prompt with three blocks and more to come, a new prompt, a row without tokens, a short context, and a whole block.
     contexts = [2 * block_size + 17, 0, 0, 5, block_size]
     room = [4, 2, 0, 1, 1]
@@ -47,7 +48,7 @@ def test_contexts_come_together_in_the_order_of_their_tokens(kernels: str, block
     table[0, 1:3] = torch.tensor([6, 7] if block_size == 16 else [1, 0])  # the blocks of the hot pages
     starts = torch.tensor([0, *torch.tensor(room).cumsum(0).tolist()], dtype=torch.int32)
     staged = torch.full((9, 2, block_size, 2, DIM), 9.0)
-    stage(tier, keys, table, torch.tensor(contexts, dtype=torch.int32), starts, staged, blocks=8, kernels=kernels)
+    stage(tier, keys if parts == 1 else None, table, torch.tensor(contexts, dtype=torch.int32), starts, staged, blocks=8, kernels=kernels)
     written = torch.zeros(9, block_size, dtype=torch.bool)
     for row, context in enumerate(contexts):
         for token in range(context):
@@ -82,6 +83,9 @@ def arguments(**changes: Any) -> dict[str, Any]:
         (dict(starts=torch.zeros(1, dtype=torch.int32)), "starts is"),
         (dict(key_cache=torch.zeros(9, 16, 2, 16)), "the tier holds"),
         (dict(kernels="numpy"), "kernels is"),
+        (dict(key_cache=None), "pass key_cache"),
+        (dict(tier=poisoned_tier(Sizes(), 2, parts=2)), "leave key_cache out"),
+        (dict(tier=poisoned_tier(Sizes(), 2, parts=2), key_cache=None, staged=torch.zeros(3, 2, 24, 2, 16)), "staged is"),
     ],
 )
 def test_wrong_arguments_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvskim.layout import ceil_div
-from kvskim.tier.values import ValueTier, make_tier
+from kvskim.tier.pages import HostTier, make_tier
 
 JUNK = -(2**30) - 7
 
@@ -48,6 +48,7 @@ class Sizes:
 class Step:
     """One decode step: arguments of store, fetch and attend."""
 
+    keys: Tensor
     values: Tensor
     slot_mapping: Tensor
     query: Tensor
@@ -103,8 +104,8 @@ class Worker:
         self.keys.view(-1, *self.keys.shape[2:])[where] = fresh[:, 0]
         self.values.view(-1, *self.values.shape[2:])[where] = fresh[:, 1]
         # vLLM hands over more rows than slots, and slots that only fill a graph.
-        padded = torch.cat([fresh[:, 1], torch.full((3, self.sizes.heads, self.sizes.dim), math.nan, dtype=self.sizes.dtype)])
-        return Step(padded, torch.cat([where, torch.tensor([-1, -1])]), *self._selection())
+        padded = torch.cat([fresh, torch.full((3, 2, self.sizes.heads, self.sizes.dim), math.nan, dtype=self.sizes.dtype)])
+        return Step(padded[:, 0], padded[:, 1], torch.cat([where, torch.tensor([-1, -1])]), *self._selection())
 
     def _admit(self, slots: list[int]) -> bool:
         length = self.random.randint(1, self.sizes.longest - 6)
@@ -174,9 +175,9 @@ class Worker:
         return query, table, lengths, pages, counts
 
 
-def poisoned_tier(sizes: Sizes, slots: int) -> ValueTier:
-    """A tier whose never-written places hold NaN."""
-    host = torch.full((sizes.pages, sizes.heads, 16, sizes.dim), math.nan, dtype=sizes.dtype)
+def poisoned_tier(sizes: Sizes, slots: int, parts: int = 1) -> HostTier:
+    """A tier of values, or of keys and values, whose never-written places hold NaN."""
+    host = torch.full((sizes.pages, sizes.heads, parts, 16, sizes.dim), math.nan, dtype=sizes.dtype)
     tier = make_tier(host, slots, "cpu")
     tier.hot.fill_(math.nan)
     return tier
@@ -186,15 +187,15 @@ def attend_scratch(elements: int) -> Any:
     return SimpleNamespace(attend_partials=torch.full((elements,), math.nan), attend_tickets=torch.zeros(1024, dtype=torch.int32))
 
 
-def pages_of(values: Tensor) -> Tensor:
-    """A value cache ``[blocks, block_size, H, D]`` in the order of a tier's host pool."""
-    blocks, block_size, heads, dim = values.shape
-    return values.view(blocks * block_size // 16, 16, heads, dim).transpose(1, 2)
+def pages_of(*caches: Tensor) -> Tensor:
+    """Caches ``[blocks, block_size, H, D]``, of values or of keys and values, in the order of a tier's host pool."""
+    blocks, block_size, heads, dim = caches[0].shape
+    return torch.stack([cache.view(blocks * block_size // 16, 16, heads, dim).transpose(1, 2) for cache in caches], 2)
 
 
-def check_coherent(tier: ValueTier, values: Tensor) -> None:
-    """The invariant of a `ValueTier`, against the resident value cache; NaN equals NaN."""
-    host = pages_of(values)
+def check_coherent(tier: HostTier, *caches: Tensor) -> None:
+    """The invariant of a `HostTier`, against the resident caches of what it holds; NaN equals NaN."""
+    host = pages_of(*caches)
     torch.testing.assert_close(tier.host, host, rtol=0, atol=0, equal_nan=True)
     assert int(tier.directory.min()) >= 0, "a claim was left in the directory"
     hot = torch.nonzero(tier.directory.view(-1)).view(-1)

@@ -1,4 +1,4 @@
-"""What each part of the sketch encoder costs: builds it with one part left out or changed, and times it on a prompt of 97K tokens with 8 kv heads.
+"""What each part of the sketch encoder for many slots costs: builds it with a part left out or changed, and times it on a prompt of 97K tokens, 8 kv heads.
 
     python benchmarks/encode_ablation/time_parts.py
 
@@ -19,6 +19,7 @@ import torch
 
 from kvskim.bench import problem
 from kvskim.ops.cuda.build import FOLDER
+from kvskim.ops.cuda.encode import ENCODERS
 from kvskim.ops.cuda.library import FLOAT, INT, LONG, POINTER, STREAM
 from kvskim.selectors import get_selector
 
@@ -28,7 +29,8 @@ BUILDS = {
     "keys not loaded": "-DABL_NO_FETCH", "without the second product": "-DABL_UNITS=0", "half of the second product": "-DABL_UNITS=2",
     "records not written": "-DABL_NO_RECORDS", "transform in one 16-bit part": "-DABL_ONE_PART", "only the matrix brought in": "-DABL_SETUP_ONLY",
 }
-TYPES = [POINTER, INT, LONG, LONG, LONG, INT, POINTER, INT, *[POINTER] * 7, LONG, INT, INT, FLOAT, INT, STREAM]
+TYPES = [POINTER, INT, LONG, LONG, LONG, INT, POINTER, INT, *[POINTER] * 7, LONG, INT, INT, FLOAT, INT, INT, STREAM]
+MANY = ENCODERS.index("many")
 
 
 def build(folder: Path) -> dict[str, ctypes.CDLL]:
@@ -67,7 +69,7 @@ def main() -> None:
                 code = encode(  # noqa: B023
                     keys.data_ptr(), 0, *keys.stride()[:3], 16, slots.data_ptr(), slots.shape[0], tables.mean.data_ptr(), tables.encode_matrix.data_ptr(),
                     tables.coefficient_bits.data_ptr(), tables.coefficient_count.data_ptr(), tables.slot_coefficient.data_ptr(),
-                    tables.slot_digit.data_ptr(), records.data_ptr(), records.shape[0], 8, 128, 1.0, 0, torch.cuda.current_stream().cuda_stream,
+                    tables.slot_digit.data_ptr(), records.data_ptr(), records.shape[0], 8, 128, 1.0, MANY, 0, torch.cuda.current_stream().cuda_stream,
                 )
                 if code:
                     raise SystemExit(f"the launch failed with CUDA error {code}")

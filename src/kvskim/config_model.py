@@ -113,8 +113,7 @@ class SkimConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     variant: VariantName = _setting(
-        "Where keys and values live: `fast` keeps both in GPU memory, `mem-v` keeps values in host memory (vLLM 0.24), `mem-kv` keeps both there (refused "
-        "everywhere yet).",
+        "Where keys and values live: `fast` keeps both in GPU memory, `mem-v` keeps values in host memory, `mem-kv` keeps both there (vLLM 0.24).",
         default="fast",
     )
     selector: SelectorName = _setting("Record format of a page.", default="sketch")
@@ -189,10 +188,12 @@ class SkimConfig(BaseModel):
         default="refuse",
     )
     host_memory_gib: float | None = _gibibytes(
-        "Variants `mem-v` and `mem-kv`: most host memory for keys and values of each worker; null: as much as the blocks of the GPU need."
+        "Variants `mem-v` and `mem-kv`: most host memory for keys and values of each worker; null: as much as the blocks of the GPU need, and with `mem-kv` "
+        "no more than there is."
     )
     hot_cache_gib: float | None = _gibibytes(
-        "Variants `mem-v` and `mem-kv`: GPU memory for recently used pages of the host tier; null: 1.2% of the memory for the KV cache."
+        "Variants `mem-v` and `mem-kv`: GPU memory for recently used pages of the host tier; null: of the memory for the KV cache 1.2% with `mem-v`, half "
+        "with `mem-kv`."
     )
 
     def __init__(self, /, **settings: Any) -> None:

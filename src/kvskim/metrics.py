@@ -24,7 +24,7 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "covered_mass": ((), "Estimated attention mass of the attended pages in the same steps, summed over layers, rows and kv heads."),
     "heads": ((), "How many (layer, row, kv head) the same steps had: covered_mass divided by it is the mean."),
     "full_heads": ((), "How many of them attended every page, because the request is short, the layer not calibrated, or the rule asked for all."),
-    "tier_pages": ((), "Variant mem-v: pages of values that decode steps selected, summed over layers, rows and kv heads."),
+    "tier_pages": ((), "Variants mem-v and mem-kv: pages in host memory that decode steps selected, summed over layers, rows and kv heads."),
     "tier_missing_pages": ((), "Different pages among them that were not in the hot cache, and came from host memory."),
     "tier_homeless_pages": ((), "Those among the missing that found no room in the hot cache: they are read from host memory by each row that selects them."),
     "tier_bytes": ((), "Bytes of the missing pages."),

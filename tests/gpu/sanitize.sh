@@ -22,15 +22,19 @@ SELECT=(
   'test_select.py::test_every_length_up_to_capacity[budget-softmax-4-cuda]'
   'test_select.py::test_any_cluster_selects_the_same[35]'
   'test_select.py::test_any_cluster_selects_the_same[37]'
+  'test_select.py::test_any_cluster_selects_the_same_for_wide_groups[2]'
 )
 SCORE=(
   'test_score_sketch.py::test_every_split_of_the_preparation[5-5]'
   'test_score_sketch.py::test_huge_logits_stay_finite[cuda]'
   'test_score_sketch.py::test_requests_that_are_attended_whole_are_left_alone[16-False]'
+  'test_score_sketch.py::test_requests_that_are_attended_whole_are_left_alone[33-False]'
 )
 ENCODE=(
-  'test_encode.py::test_sketch_shapes_dtypes_and_strides[tokens-128-torch.bfloat16-cuda]'
-  'test_encode.py::test_sketch_shapes_dtypes_and_strides[interleaved-256-torch.float8_e4m3fn-cuda]'
+  'test_encode.py::test_sketch_shapes_dtypes_and_strides[tokens-128-torch.bfloat16-cuda many]'
+  'test_encode.py::test_sketch_shapes_dtypes_and_strides[tokens-128-torch.bfloat16-cuda few]'
+  'test_encode.py::test_sketch_shapes_dtypes_and_strides[interleaved-256-torch.float8_e4m3fn-cuda many]'
+  'test_encode.py::test_few_slots_in_windows_of_every_size[576-1-33]'
   'test_encode.py::test_page_selectors[rki4-{}-128-torch.bfloat16-cuda]'
 )
 STEP=(
@@ -41,13 +45,15 @@ STEP=(
 # memcheck only: more of the CUDA kernels, and the Triton ones.
 ATTEND_MORE=('test_attend.py::test_selections_and_layouts[packed-64-with_open-cuda]' 'test_attend.py::test_a_count_of_zero_and_a_full_table[cuda]'
   'test_attend.py::test_groups[5-triton]')
-SELECT_MORE=('test_select.py::test_every_length_up_to_capacity[coverage-softmax-9-cuda]'
+SELECT_MORE=('test_select.py::test_any_cluster_selects_the_same_for_wide_groups[0]' 'test_select.py::test_every_length_up_to_capacity[coverage-softmax-9-cuda]'
   'test_select.py::test_lengths_beyond_the_scores_stay_inside_every_buffer' 'test_select.py::test_every_length_up_to_capacity[budget-softmax-4-triton]')
-SCORE_MORE=('test_score_sketch.py::test_every_split_of_the_preparation[33-1]' 'test_score_sketch.py::test_huge_logits_stay_finite[triton]'
+SCORE_MORE=('test_score_sketch.py::test_every_split_of_the_preparation[33-1]' 'test_score_sketch.py::test_a_query_in_parts_is_scored_like_one_in_one_piece[17-3-192-160]'
+  'test_score_sketch.py::test_huge_logits_stay_finite[triton]'
   'test_score_pages.py::test_scores_of_every_group_and_head_dim[rki4-{}-5-128-cuda]'
   'test_score_pages.py::test_scores_of_every_group_and_head_dim[rki4-{}-5-128-triton]')
-ENCODE_MORE=('test_encode.py::test_every_kind_of_step[sketch-beyond the records-cuda]' 'test_encode.py::test_every_kind_of_step[sketch-17 tokens-cuda]'
-  'test_encode.py::test_page_selectors[clse-{}-96-torch.float16-cuda]' 'test_encode.py::test_every_kind_of_step[sketch-17 tokens-triton]')
+ENCODE_MORE=('test_encode.py::test_every_kind_of_step[sketch-cuda few-beyond the records]'
+  'test_encode.py::test_every_kind_of_step[sketch-cuda many-beyond the records]' 'test_encode.py::test_every_kind_of_step[sketch-cuda many-17 tokens]'
+  'test_encode.py::test_page_selectors[clse-{}-96-torch.float16-cuda]' 'test_encode.py::test_every_kind_of_step[sketch-triton-17 tokens]')
 STEP_MORE=('test_step.py::test_step_is_the_torch_step[budget0-rki4-cuda]' 'test_step.py::test_step_is_the_torch_step[budget0-sketch-triton]')
 
 # The option that limits a tool to kernels by name has changed its own name; without it racecheck is only slower.

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 on_hopper = pytest.mark.skipif(not (torch.cuda.is_available() and availability()[0]), reason="needs the CUDA library and its GPU")
 KERNELS = [pytest.param("cuda", marks=on_hopper), "triton"]
+ENCODERS = [pytest.param("cuda few", marks=on_hopper), pytest.param("cuda many", marks=on_hopper)]
+"""The CUDA kernels of sketch records: for few slots, as in decode steps, and for many."""
 FLOAT8 = torch.float8_e4m3fn
 DTYPES = [torch.bfloat16, torch.float16, FLOAT8]
 PAGE_SELECTORS: list[tuple[str, dict[str, Any]]] = [
@@ -27,9 +29,20 @@ PAGE_SELECTORS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+def with_kernels(*selectors: str, cuda_only: bool = False) -> Any:
+    """Parametrize by selector and the kernels that make its records."""
+    cases = []
+    for selector in selectors:
+        for kernels in ("cuda few", "cuda many", "triton") if selector == "sketch" else ("cuda", "triton"):
+            if kernels != "triton":
+                cases.append(pytest.param(selector, kernels, marks=on_hopper))
+            elif not cuda_only:
+                cases.append(pytest.param(selector, kernels))
+    return pytest.mark.parametrize(("selector", "kernels"), cases)
+
+
 @pytest.mark.parametrize("name", slot_lists(EncodeCase()))
-@pytest.mark.parametrize("selector", ["sketch", "rki4"])
+@with_kernels("sketch", "rki4")
 def test_every_kind_of_step(selector: str, name: str, kernels: str) -> None:
     if name == "beyond the records" and selector != "sketch" and kernels == "triton":
         pytest.skip("the Triton page kernels trust slot_mapping")
@@ -39,7 +52,7 @@ def test_every_kind_of_step(selector: str, name: str, kernels: str) -> None:
     assert case.problems(slots) == []
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", [*ENCODERS, "triton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [64, 96, 128, 256, 576])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -51,15 +64,15 @@ def test_sketch_shapes_dtypes_and_strides(layout: str, dim: int, dtype: torch.dt
     assert case.problems(slots) == []
 
 
-@on_hopper
+@pytest.mark.parametrize("kernels", ENCODERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("most_digits", [1, 2])
 @pytest.mark.parametrize("dim", [64, 96, 128])
-def test_more_coefficients_than_registers_hold(dim: int, most_digits: int, dtype: torch.dtype) -> None:
+def test_more_coefficients_than_registers_hold(dim: int, most_digits: int, dtype: torch.dtype, kernels: str) -> None:
     """Narrow codes: most of the 1024 rows of encode_matrix are used, from every place that holds them."""
     case = EncodeCase(dim=dim, dtype=dtype, blocks=40, seed=dim, most_digits=most_digits, device="cuda")
     slots = slot_lists(case)["prompt"]
-    case.run(slots, "cuda")
+    case.run(slots, kernels)
     assert case.problems(slots) == []
 
 
@@ -72,46 +85,77 @@ def test_windows_of_every_size(dim: int, heads: int, pages: int) -> None:
     for name in ("prompt", "decode, all complete"):
         case.records.fill_(POISON)
         slots = slot_lists(case)[name]
-        case.run(slots, "cuda")
+        case.run(slots, "cuda many")
         assert case.problems(slots) == [], name
 
 
 @on_hopper
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 1), (1, 33), (1, 256), (3, 100), (8, 64), (8, 256), (40, 40)])
+@pytest.mark.parametrize("dim", [64, 128, 256, 576])
+def test_few_slots_in_windows_of_every_size(dim: int, heads: int, tokens: int) -> None:
+    """From one slot a CTA to 32, of which one, some or all complete a page, and some the same one."""
+    case = EncodeCase(dim=dim, heads=heads, block_size=32, blocks=20, device="cuda")
+    lists = slot_lists(case)
+    prompt, last = lists["prompt"][:-2], lists["decode, all complete"]
+    for slots in ((prompt * 2)[15 : 15 + tokens], (last * 7)[:tokens], ([-1, *last, prompt[3]] * 7)[:tokens]):
+        case.records.fill_(POISON)
+        # What lies behind the slots would complete all pages.
+        case.encode(case.slots([*slots, *last])[: len(slots)], "cuda few")
+        assert case.problems(slots) == []
+
+
+@on_hopper
+def test_the_number_of_slots_chooses_the_encoder() -> None:
+    """Each encoder gives the same bytes every time, and other ones than the other: of some codes that lie next to a boundary."""
+    case = EncodeCase(dim=128, heads=4, block_size=16, blocks=20, device="cuda")
+    slots = slot_lists(case)["prompt"]
+    made = {}
+    for tokens in (256, 257):
+        for kernels in ("cuda", "cuda few", "cuda many"):
+            case.records.fill_(POISON)
+            case.run(slots[:tokens], kernels)
+            made[kernels, tokens] = case.records.clone()
+    assert not torch.equal(made["cuda few", 256], made["cuda many", 256]), "the encoders can't be told apart"
+    assert torch.equal(made["cuda", 256], made["cuda few", 256])
+    assert torch.equal(made["cuda", 257], made["cuda many", 257])
+
+
+@pytest.mark.parametrize("kernels", ENCODERS)
 @pytest.mark.parametrize("magnitude", [1e-8, 1e-3, 1e3, 1e8], ids=str)
-def test_keys_of_any_magnitude(magnitude: float) -> None:
+def test_keys_of_any_magnitude(magnitude: float, kernels: str) -> None:
     """Keys and the modes made of them are coded as finely whatever their size; 16-bit floats in between must not overflow or vanish."""
     case = EncodeCase(dim=128, blocks=40, device="cuda")
     tables = case.tables
     case.tables = replace(tables, mean=tables.mean * magnitude, encode_matrix=(tables.encode_matrix.float() / magnitude).bfloat16())
     case.key_cache = (case.key_cache.float() * magnitude).bfloat16()
     slots = slot_lists(case)["prompt"]
-    case.run(slots, "cuda")
+    case.run(slots, kernels)
     assert case.problems(slots) == []
 
 
-@on_hopper
+@pytest.mark.parametrize("kernels", ENCODERS)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_channels_of_very_different_size(dim: int) -> None:
+def test_channels_of_very_different_size(dim: int, kernels: str) -> None:
     case = EncodeCase(dim=dim, blocks=40, device="cuda")
     scale = 10 ** torch.linspace(-2.5, 2.5, dim, device="cuda")
     tables = case.tables
     case.tables = replace(tables, mean=tables.mean * scale, encode_matrix=(tables.encode_matrix.float() / scale).bfloat16())
     case.key_cache = (case.key_cache.float() * scale).bfloat16()
     slots = slot_lists(case)["prompt"]
-    case.run(slots, "cuda")
+    case.run(slots, kernels)
     assert case.problems(slots) == []
 
 
-@on_hopper
+@pytest.mark.parametrize("kernels", ENCODERS)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_huge_and_undefined_keys(dim: int) -> None:
+def test_huge_and_undefined_keys(dim: int, kernels: str) -> None:
     """A page beyond the range of 16-bit floats gets the codes at the ends of their ranges, a NaN the middle ones; pages of the same batch are as ever."""
     case = EncodeCase(dim=dim, blocks=12, device="cuda")
     case.key_cache[0, 3, 0, 5] = torch.nan
     case.key_cache[2, 2, 0, 7:9] = 1e36
     case.key_cache[3, 2, 0, 9] = 1e5
     slots = slot_lists(case)["prompt"]
-    case.run(slots, "cuda")
+    case.run(slots, kernels)
     assert case.problems(slots) == []
 
 
@@ -120,7 +164,7 @@ def test_more_completed_pages_than_one_list_holds() -> None:
     """More heads than SMs, so that one CTA looks at all slots; every slot completes a page, pages come again and again."""
     case = EncodeCase(dim=64, heads=140, block_size=16, blocks=20, device="cuda")
     slots = slot_lists(case)["decode, all complete"][:19]
-    case.run(slots * 250, "cuda")
+    case.run(slots * 250, "cuda many")
     assert case.problems(slots) == []
 
 
@@ -135,8 +179,7 @@ def test_page_selectors(selector: str, options: dict[str, Any], dim: int, dtype:
     assert case.problems(slots) == []
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("selector", ["sketch", "mean", "minmax", "rki4", "quad", "clse"])
+@with_kernels("sketch", "mean", "minmax", "rki4", "quad", "clse")
 def test_fault_04_large_constant_channels_do_not_drown_the_rest(selector: str, kernels: str) -> None:
     case = EncodeCase(selector, dim=128, bias=300.0, block_size=16, blocks=20, device="cuda")
     slots = slot_lists(case)["prompt"]
@@ -165,8 +208,7 @@ def test_degenerate_pages(selector: str, options: dict[str, Any], kernels: str) 
     assert bool(torch.equal(actual.isnan(), wanted.isnan()))
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("selector", ["sketch", "rki4", "minmax"])
+@with_kernels("sketch", "rki4", "minmax")
 def test_fault_01_a_page_is_recorded_only_after_its_last_token_was_written(selector: str, kernels: str) -> None:
     case = EncodeCase(selector, dim=128, blocks=2, device="cuda")
     final = case.key_cache.clone()
@@ -178,17 +220,14 @@ def test_fault_01_a_page_is_recorded_only_after_its_last_token_was_written(selec
     assert case.problems([31]) == []
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("selector", ["sketch", "rki4"])
+@with_kernels("sketch", "rki4")
 def test_replays_in_a_graph_with_other_slots_and_keys(selector: str, kernels: str) -> None:
     """Block reuse under a CUDA graph: the same launch, other slots, rewritten pages."""
-    from kvskim.ops.encode import encode
-
     case = EncodeCase(selector, dim=128, blocks=8, device="cuda")
     slots = case.slots([15, -1, 40])
 
     def step() -> None:
-        encode(case.selector, case.tables, case.key_cache, slots, case.records, kernels=kernels)
+        case.encode(slots, kernels)
 
     step()
     torch.cuda.synchronize()
@@ -204,12 +243,9 @@ def test_replays_in_a_graph_with_other_slots_and_keys(selector: str, kernels: st
         assert case.problems(row) == [], row
 
 
-@on_hopper
-@pytest.mark.parametrize("selector", ["sketch", "rki4"])
-def test_overlapping_launches_see_the_keys_of_the_kernel_ahead(selector: str) -> None:
+@with_kernels("sketch", "rki4", cuda_only=True)
+def test_overlapping_launches_see_the_keys_of_the_kernel_ahead(selector: str, kernels: str) -> None:
     """With programmatic dependent launch encode starts early; it must still wait for the keys."""
-    from kvskim.ops.encode import encode
-
     case = EncodeCase(selector, dim=128, blocks=64, device="cuda")
     slots = slot_lists(case)["prompt"]
     mapping = case.slots(slots)
@@ -218,5 +254,5 @@ def test_overlapping_launches_see_the_keys_of_the_kernel_ahead(selector: str) ->
     for _ in range(10):
         case.key_cache.zero_()
         case.key_cache.copy_(source)
-        encode(case.selector, case.tables, case.key_cache, mapping, case.records, kernels="cuda", overlap=True)
+        case.encode(mapping, kernels, overlap=True)
     assert case.problems(slots) == []

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from kvskim.ops.attend import shares_rows
+from kvskim.ops.step import StepSettings, decode_step
+from kvskim.ops.workspace import Workspace
 from kvskim.rules import RuleParameters
-from mla_data import make_latent_batch, run_latent_step
-from test_mla import BUDGET, COVERAGE, THRESHOLD, check_join, check_step
+from mla_data import in_parts, make_latent_batch, run_latent_step
+from test_mla import BUDGET, COVERAGE, THRESHOLD, check_join, check_parts, check_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -19,12 +21,49 @@ KERNELS = ["cuda", "triton"]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("group", [8, 16, 20, 64, 128])
+@pytest.mark.parametrize("group", [8, 16, 17, 32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_sketch_step_is_the_torch_step(kernels: str, group: int, dtype: torch.dtype) -> None:
     for rule, block_size in ((BUDGET, 16), (THRESHOLD, 64), (COVERAGE, 128)):
         batch = make_latent_batch("sketch", LENGTHS, group=group, dtype=dtype, block_size=block_size, seed=group)
         check_step(batch.to("cuda"), batch, rule, kernels=kernels)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("group", [3, 16, 17, 64, 128])
+def test_a_query_in_parts_gives_the_same_step(kernels: str, group: int) -> None:
+    for seed, selector in enumerate(("sketch", "rki4")):
+        batch = make_latent_batch(selector, LENGTHS, group=group, dtype=torch.bfloat16, block_size=64, seed=seed)
+        check_parts(batch.to("cuda"), BUDGET, kernels)
+
+
+@pytest.mark.parametrize("group", [16, 128])
+def test_parts_that_the_kernel_ahead_writes_are_seen(group: int) -> None:
+    """Overlapped launches may begin early, and must not read either part before the kernel ahead has written it; as little the keys of the open page."""
+    batch = make_latent_batch("sketch", [3000, 0, 40], group=group, dtype=torch.bfloat16, block_size=64).to("cuda")
+    expected, _, _ = run_latent_step(batch, BUDGET, kernels="cuda")
+    workspace = Workspace(
+        max_requests=3, num_kv_heads=1, group=group, head_dim=512, page_capacity=batch.page_capacity, rule=BUDGET, sink_pages=1, window_pages=1,
+        device="cuda", kernels="cuda",
+    )
+    settings = StepSettings(batch.selector, batch.tables, BUDGET, 1, 1, batch.scale, overlap=True, settled=True)
+    buffers, ready = workspace.buffers(3), torch.ones(1, dtype=torch.int32, device="cuda")
+    whole = in_parts(batch.query, 512)
+    query = in_parts(torch.full_like(batch.query, torch.nan), 512)
+    outs = [torch.full_like(expected, torch.nan) for _ in range(6)]
+    torch.cuda.synchronize()
+    for out in outs:
+        query.rotary.fill_(torch.nan)
+        query.latent.fill_(torch.nan)
+        query.rotary.copy_(whole.rotary)
+        query.latent.copy_(whole.latent)
+        decode_step(
+            settings, query, batch.key_cache, batch.value_cache, batch.records, batch.block_table, batch.seq_lens, ready=ready, workspace=workspace,
+            buffers=buffers, out=out,
+        )
+    torch.cuda.synchronize()
+    for out in outs:
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -49,11 +88,8 @@ def test_a_whole_long_request_and_many_short_ones(kernels: str, group: int) -> N
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("group", [16, 64])
+@pytest.mark.parametrize("group", [16, 64, 128])
 def test_step_replays_in_a_graph_with_other_lengths(kernels: str, group: int) -> None:
-    from kvskim.ops.step import StepSettings, decode_step
-    from kvskim.ops.workspace import Workspace
-
     batch = make_latent_batch("sketch", [700, 1200, 0, 40], group=group, dtype=torch.bfloat16).to("cuda")
     workspace = Workspace(
         max_requests=4, num_kv_heads=1, group=group, head_dim=512, page_capacity=batch.page_capacity, rule=BUDGET, sink_pages=1, window_pages=1,

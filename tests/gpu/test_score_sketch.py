@@ -12,6 +12,7 @@ from torch import Tensor
 from kvskim.layout import padded_group
 from kvskim.ops import score as op
 from kvskim.selectors.sketch import Sketch
+from mla_data import in_parts
 from sketch_cases import SketchCase, compare
 
 if not torch.cuda.is_available():
@@ -50,7 +51,7 @@ def run(
 
 def kernel_weights(case: SketchCase, scratch: Tensor) -> Tensor:
     """The int8 weights that the preparation kernel wrote, in slot order, ``[R, H, G, slots]``; layout as in score_sketch.cuh."""
-    layout, columns = case.tables.layout, padded_group(case.group)
+    layout, columns = case.tables.layout, padded_group(case.group)  # blocks of 16 columns lie as the two tiles of a group of 16 do
     requests, tile = len(case.lengths), min(columns, 8)
     raw = scratch[: requests * case.heads * columns * 1024].view(torch.int8)
     raw = raw.view(requests, case.heads, columns // tile, 16, tile, 4, 2, 2, 4)  # product / 2, column, q, product % 2, half, byte
@@ -75,6 +76,49 @@ LENGTHS = [0, 1, 15, 16, 17, 33, 255, 256, 257, 4000, 20000]
 def test_every_group(kernels: str, group: int) -> None:
     case = make_case(kernels, lengths=LENGTHS, group=group, dim=128, seed=group, layout=("tokens", "heads", "interleaved")[group % 3])
     assert compare(case, run(case, kernels), score_tolerance=0.03) == []
+
+
+WIDE = [17, 32, 33, 64, 100, 128]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dim", [96, 128, 576])
+@pytest.mark.parametrize("group", WIDE)
+def test_every_wide_group(kernels: str, group: int, dim: int) -> None:
+    """More query heads than a kernel takes together; padded blocks of columns, some with few query heads and some with none."""
+    dtype = torch.float16 if group % 2 else torch.bfloat16
+    case = make_case(kernels, lengths=LENGTHS[:-1], heads=1 if dim == 576 else 2, group=group, dim=dim, seed=group, dtype=dtype, block_size=32)
+    assert compare(case, run(case, kernels), score_tolerance=0.03) == []
+
+
+@cuda_only
+@pytest.mark.parametrize(("group", "heads", "dim", "split"), [(16, 1, 576, 512), (3, 2, 320, 256), (40, 2, 96, 32), (128, 1, 576, 512), (17, 3, 192, 160)])
+def test_a_query_in_parts_is_scored_like_one_in_one_piece(group: int, heads: int, dim: int, split: int) -> None:
+    """Every bit: the products are the same, in the same order. The parts lie apart, with NaN between their rows."""
+    for lengths in ([3000, 0, 40], [(37 * r + 5) % 90 for r in range(20)]):
+        case = make_case("cuda", lengths=lengths, heads=heads, group=group, dim=dim, seed=group)
+        wanted = run(case, "cuda")
+        whole = case.inputs["query"]
+        case.inputs["query"] = in_parts(whole, split)
+        assert op.reads_parts(case.inputs["query"], case.tables, "cuda")
+        out = run(case, "cuda")
+        case.inputs["query"] = whole
+        assert compare(case, out, score_tolerance=0.03) == []
+        for name in out:
+            assert torch.equal(out[name].nan_to_num(-7.0), wanted[name].nan_to_num(-7.0)), name
+
+
+@cuda_only
+def test_a_block_of_query_heads_is_scored_as_if_it_were_alone() -> None:
+    case = make_case("cuda", lengths=[5000, 17, 0, 300], heads=1, group=128, dim=576, seed=3)
+    out = run(case, "cuda")
+    whole = case.inputs["query"]
+    for first in (0, 48, 112):
+        alone = make_case("cuda", lengths=case.lengths, heads=1, group=16, dim=576, seed=3, chunks=case.chunks)
+        alone.tables, alone.inputs = case.tables, {**case.inputs, "query": whole[:, first : first + 16]}
+        part = run(alone, "cuda")
+        for name in out:
+            assert torch.equal(out[name][..., first : first + 16].nan_to_num(-7.0), part[name].nan_to_num(-7.0)), (name, first)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -110,7 +154,7 @@ def test_many_requests(kernels: str, group: int) -> None:
 
 @cuda_only
 @pytest.mark.parametrize("settled", [False, True])
-@pytest.mark.parametrize("group", [4, 8, 16])
+@pytest.mark.parametrize("group", [4, 8, 16, 33, 128])
 def test_requests_that_are_attended_whole_are_left_alone(group: int, settled: bool) -> None:
     """Nothing is written for them, and the others get what they get without them. A CTA of weights serves several requests, here of both kinds."""
     lengths = [4000, 160, 161, 0, 17, 160, 20, 5000, 16, 160, 31]
@@ -132,7 +176,7 @@ def test_other_record_sizes(record_bytes: int) -> None:
 
 
 @cuda_only
-@pytest.mark.parametrize("group", [1, 4, 5, 8, 11, 16])
+@pytest.mark.parametrize("group", [1, 4, 5, 8, 11, 16, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_scores_follow_the_rounded_weights(group: int, dtype: torch.dtype) -> None:
     """Against the kernel's own int8 weights the scores are exact up to float16; the weights differ from the reference's by ties only."""
@@ -170,7 +214,7 @@ def test_four_million_tokens(kernels: str) -> None:
 
 @cuda_only
 @pytest.mark.parametrize("settled", [False, True], ids=["", "settled"])
-@pytest.mark.parametrize("group", [4, 8, 16])
+@pytest.mark.parametrize("group", [4, 8, 16, 128])
 def test_graph_with_overlapped_launches_equals_eager(group: int, settled: bool) -> None:
     """Twenty layers back to back, each launch allowed to begin before the one ahead has ended, with one scratch for all."""
     cases = [make_case("cuda", lengths=[3000, 0, 17, 9000], group=group, dim=128, seed=s) for s in range(20)]

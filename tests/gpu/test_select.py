@@ -84,6 +84,24 @@ def test_rules_and_flavours(rule: RuleParameters, flavour: str, kernels: str) ->
         check(case, rule)
 
 
+WIDE = [17, 32, 33, 64, 100, 128]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("group", WIDE)
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.rule}-{r.combine}-{RULES.index(r)}")
+def test_rules_of_wide_groups(rule: RuleParameters, group: int, kernels: str) -> None:
+    """A page's columns are several lanes': fresh inputs of every flavour, partial sums of few and of many chunks."""
+    for seed, flavour in enumerate(FLAVOURS):
+        sink, window, capacity, chunks = [(1, 1, 96, 5), (0, 2, 1000, 1), (2, 3, 3000, 66)][seed % 3]
+        case = make_case(
+            group + seed, requests=2, heads=1 + seed % 2, sink_pages=sink, window_pages=window, flavour=flavour, group=group, capacity=capacity, chunks=chunks,
+            device="cuda",
+        )
+        run(case, rule, kernels)
+        check(case, rule)
+
+
 LENGTHS = [0, 1, 15, 16, 17, 32, 160, 161, 4000, 96 * 16, (96 + 1) * 16]
 
 
@@ -113,7 +131,7 @@ def random_rule(generator: random.Random) -> RuleParameters:
     return RuleParameters(rule="coverage", coverage=generator.choice([0.05, 0.5, 0.9, 0.99]), **limits)
 
 
-def random_case(seed: int) -> tuple[Case, RuleParameters, random.Random]:
+def random_case(seed: int, widest: int = 16) -> tuple[Case, RuleParameters, random.Random]:
     generator = random.Random(seed)
     capacity = generator.choice([1, 7, 33, 200, 1024, 2048, 2049, 4100, 9000, 20000])
     requests, heads = generator.randint(1, 8), generator.randint(1, 8)
@@ -129,7 +147,7 @@ def random_case(seed: int) -> tuple[Case, RuleParameters, random.Random]:
         seed,
         requests=requests,
         heads=heads,
-        group=generator.randint(1, 16),
+        group=generator.randint(1, 16) if widest == 16 else generator.randint(17, widest),
         capacity=capacity,
         table_capacity=max(table, sink + window),
         seq_lens=[min(length, (capacity + window) * 16) for length in lengths],
@@ -153,7 +171,16 @@ def test_random_shapes(seed: int, kernels: str) -> None:
 @on_hopper
 @pytest.mark.parametrize("seed", range(60))
 def test_any_cluster_selects_the_same(seed: int) -> None:
-    case, rule, _ = random_case(2000 + seed)
+    check_clusters(*random_case(2000 + seed)[:2])
+
+
+@on_hopper
+@pytest.mark.parametrize("seed", range(40))
+def test_any_cluster_selects_the_same_for_wide_groups(seed: int) -> None:
+    check_clusters(*random_case(3000 + seed, 128)[:2])
+
+
+def check_clusters(case: Case, rule: RuleParameters) -> None:
     first: Case | None = None
     for cluster in (1, 2, 4, 8, 16):
         case.poison()
@@ -242,7 +269,9 @@ def test_sixteen_blocks_search_a_million_tokens(flavour: str) -> None:
 @on_hopper
 def test_padded_columns_change_nothing() -> None:
     """What a padded column holds decides which way a page's mass is computed, but not a bit of it."""
-    for group, rule in ((7, RULES[0]), (3, RULES[4]), (11, RULES[6]), (5, RULES[7]), (6, RULES[9])):
+    for group, rule in (
+        (7, RULES[0]), (3, RULES[4]), (11, RULES[6]), (5, RULES[7]), (6, RULES[9]), (17, RULES[0]), (40, RULES[4]), (100, RULES[7]), (65, RULES[9]),
+    ):
         case = make_case(71, requests=2, heads=2, group=group, capacity=5000, chunks=9, device="cuda")
         run(case, rule, "cuda")
         first = case.copy()
@@ -256,11 +285,12 @@ def test_padded_columns_change_nothing() -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("group", [4, 24])
 @pytest.mark.parametrize("rise", [60.0, 90.0, 130.0])
-def test_scores_far_above_the_forced_pages_are_limited(rise: float) -> None:
+def test_scores_far_above_the_forced_pages_are_limited(rise: float, group: int) -> None:
     """Exponents near the limit of 83, where a rounding of the exponent itself already changes a mass by 4e-6."""
     for rule in (RULES[0], RULES[4], RULES[9]):
-        case = make_case(81, requests=2, heads=1, group=4, capacity=600, chunks=9, device="cuda")
+        case = make_case(81, requests=2, heads=1, group=group, capacity=600, chunks=9, device="cuda")
         case.forced[..., ::2] -= rise
         case.partials.copy_(true_partials(case.scores, case.forced, case.seq_lens, 9, 1, 1))
         run(case, rule, "cuda")
@@ -268,13 +298,15 @@ def test_scores_far_above_the_forced_pages_are_limited(rise: float) -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("group", [4, 128])
 @pytest.mark.parametrize("settled", [False, True], ids=["", "settled"])
 @pytest.mark.parametrize("rule", [RULES[0], RULES[4], RULES[9]], ids=lambda r: r.rule)
-def test_overlapping_launches_wait_for_their_inputs(rule: RuleParameters, settled: bool) -> None:
+def test_overlapping_launches_wait_for_their_inputs(rule: RuleParameters, settled: bool, group: int) -> None:
     """Programmatic dependent launch: many launches in a row, each on scores that the kernel just ahead of it wrote."""
-    case = make_case(41, requests=1, heads=8, capacity=6000, seq_lens=[6001 * 16], chunks=40, device="cuda")
+    shape: dict[str, Any] = dict(requests=1, heads=8, group=group, capacity=6000, seq_lens=[6001 * 16], chunks=40, device="cuda")
+    case = make_case(41, **shape)
     case.keys.fill_(0.0)
-    inputs = [make_case(50 + i, requests=1, heads=8, capacity=6000, seq_lens=[6001 * 16], chunks=40, device="cuda") for i in range(8)]
+    inputs = [make_case(50 + i, **shape) for i in range(8)]
     results = []
     for other in inputs:
         case.poison()

@@ -1,4 +1,5 @@
-"""Records that the kernel ahead makes while score is already allowed to read records: a prompt found in the prefix cache as another row fills its page."""
+"""What the kernels ahead write while later ones may already read: records of a page that a prompt found in the prefix cache as another row fills it,
+and the newest keys and values of requests that are attended whole."""
 
 from __future__ import annotations
 
@@ -62,3 +63,57 @@ def test_a_page_that_another_row_completes_in_this_step_has_its_record(pages: in
         torch.cuda.synchronize()
         assert torch.equal(buffers.scores[1, :, :pages, :group], scores)
         assert torch.equal(out, expected)
+
+
+WHOLE = RuleParameters(rule="budget", budget_pages=6, min_pages=0, full_pages=40)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [4, 8, 16])
+@pytest.mark.parametrize("requests", [1, 12])
+def test_attention_of_whole_requests_sees_the_tokens_of_this_step(dim: int, group: int, requests: int) -> None:
+    """Attend may read a short request before score and select have ended, but not what this step writes: its last token, and the last token of the
+    page that another row fills and that it has from the prefix cache."""
+    heads = 8
+    lengths = ([1, 15, 16, 17, 33, 400, 639, 640, 641, 1500, 16 * 20, 16 * 20 + 1] if requests > 1 else [640])[:requests]
+    batch = make_batch("sketch", lengths, heads=heads, group=group, dim=dim, block_size=16, dtype=torch.bfloat16).to("cuda")
+    if requests > 1:
+        batch.block_table[11, :20] = batch.block_table[10, :20]
+    settings = StepSettings(batch.selector, batch.tables, WHOLE, 1, 2, batch.scale, kernels="cuda")
+    workspace = Workspace(
+        max_requests=requests, num_kv_heads=heads, group=group, head_dim=dim, page_capacity=batch.page_capacity, rule=WHOLE, sink_pages=1, window_pages=2,
+        device="cuda", kernels="cuda",
+    )
+    buffers = workspace.buffers(requests)
+    ready = torch.ones(1, dtype=torch.int32, device="cuda")
+    last = torch.tensor(lengths, device="cuda") - 1
+    blocks, places = batch.block_table.long().gather(1, (last // 16)[:, None])[:, 0], last % 16
+    new_keys, new_values = (torch.randn(requests, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(batch.query)
+
+    def step(overlap: bool) -> None:
+        batch.key_cache[blocks, places] = new_keys
+        batch.value_cache[blocks, places] = new_values
+        decode_step(
+            replace(settings, overlap=overlap, settled=overlap), batch.query, batch.key_cache, batch.value_cache, batch.records, batch.block_table,
+            batch.seq_lens, ready=ready, workspace=workspace, buffers=buffers, out=out,
+        )
+
+    step(overlap=False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(overlap=True)
+    for _ in range(30):
+        new_keys.normal_()
+        new_values.normal_()
+        # Read too early, these show.
+        batch.key_cache[blocks, places] = 30.0
+        batch.value_cache[blocks, places] = 1e4
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        ours = out.clone()
+        step(overlap=False)
+        torch.cuda.synchronize()
+        assert torch.equal(ours, out)

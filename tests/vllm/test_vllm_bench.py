@@ -130,7 +130,7 @@ def test_keys_and_values_are_filled_and_records_are_made_of_them(monkeypatch):
 
     def find(layers):
         assert layers == {"l": "context"}
-        return SimpleNamespace(layers={"l": "layer"}, encode=lambda layer, slots: made.append((layer, slots.tolist())), host_values=None)
+        return SimpleNamespace(layers={"l": "layer"}, encode=lambda layer, slots: made.append((layer, slots.tolist())), host_cache=None)
 
     monkeypatch.setattr(SkimState, "find", staticmethod(find))
     for records in (False, True):
@@ -151,14 +151,14 @@ def test_keys_and_values_are_filled_and_records_are_made_of_them(monkeypatch):
     assert made == [("layer", [111, 127, 47, 63, 175, 191])]
 
 
-def test_values_in_host_memory_are_stored_and_nothing_of_kvskims_is_filled(monkeypatch):
+def test_what_is_in_host_memory_is_stored_and_nothing_of_kvskims_is_filled(monkeypatch):
     from kvskim.bench import e2e_fill
     from kvskim.engines.vllm.state import SkimState
 
     encoded, stored = [], []
     layer = SimpleNamespace(num_kv_heads=2, head_size=64)
-    host = SimpleNamespace(store=lambda layer, values, slots: stored.append((layer, values, slots)))
-    state = SimpleNamespace(layers={"l": layer}, encode=lambda layer, slots: encoded.append(slots.tolist()), host_values=host)
+    host = SimpleNamespace(store=lambda layer, keys, values, slots: stored.append((keys, values, slots, list(encoded))))
+    state = SimpleNamespace(layers={"l": layer}, encode=lambda layer, slots: encoded.append(slots.tolist()), host_cache=host)
     monkeypatch.setattr(SkimState, "find", staticmethod(lambda _: state))
     monkeypatch.setattr(e2e_fill, "STORED_AT_ONCE", 60)
     scheduler, worker = connectors({"l": "context"})
@@ -172,6 +172,11 @@ def test_values_in_host_memory_are_stored_and_nothing_of_kvskims_is_filled(monke
     worker.start_load_kv(None)
     assert [bool(cache.any()) for cache in caches.values()] == [True, False, False]
     assert encoded == [[111, 127, 47, 63, 175, 191]]
-    assert [tuple(values.shape) for _, values, _ in stored] == [(60, 2, 64), (36, 2, 64)]
-    assert [slot for _, _, slots in stored for slot in slots.tolist()] == [*range(96, 128), *range(32, 64), *range(160, 192)]
-    assert all(values.dtype == torch.bfloat16 and 0.3 < float(values.float().std()) < 0.7 for _, values, _ in stored)
+    assert [tuple(values.shape) for _, values, _, _ in stored] == [(60, 2, 64), (36, 2, 64)]
+    assert [slot for _, _, slots, _ in stored for slot in slots.tolist()] == [*range(96, 128), *range(32, 64), *range(160, 192)]
+    assert not any(before for *_, before in stored), "records are made of keys that are stored"
+    for keys, values, _, _ in stored:
+        assert not torch.equal(keys, values)
+        for rows in (keys, values):
+            assert rows.dtype == torch.bfloat16
+            assert 0.3 < float(rows.float().std()) < 0.7

@@ -106,6 +106,32 @@ def test_a_pass_that_failed_leaves_nothing_behind():
     assert one_pass(order, streams, capture=True) == ASIDE
 
 
+def test_other_work_of_a_layer_is_forked_and_joined_like_records():
+    """Behind attention, in a window of any size; where it may not be forked, whoever asks does it at once."""
+    for window, records in ((2, True), (1, False)):
+        order, streams = new_order(window)
+        assert not order.may_fork(alone=True)
+        one_pass(order, streams, capture=False)
+        streams.is_capturing = True
+        log = streams.log
+        log.clear()
+        for layer in "abc":
+            order.written(layer, lambda aside, layer=layer, log=log: log.append(f"encode {layer}"), alone=True)
+            log.append(f"attend {layer}")
+            assert order.may_fork(alone=True)
+            assert not order.may_fork(alone=False)
+            order.fork(lambda layer=layer, log=log: log.append(f"copy {layer}"))
+            order.attended(layer)
+        at = log.index("join")
+        assert log.index("attend c") < at
+        done = log[at + 1 :]
+        assert done == [f"{what} {layer}" for layer in "abc" for what in (("encode", "copy") if records else ("copy",))]
+        assert order.forked == (3 if records else 0)
+        assert not order.may_fork(alone=True), "the side stream was joined"
+        streams.is_capturing = False
+        assert not order.may_fork(alone=True)
+
+
 def test_one_layer_alone_is_first_and_last():
     order, streams = new_order()
     one_pass(order, streams, capture=False, layers="a")

@@ -184,6 +184,28 @@ def test_untrue_records_are_found():
     assert sum(found.values()) == 1
 
 
+def test_a_record_of_either_encoder_is_true(monkeypatch):
+    """On a GPU steps of few and of many tokens are recorded by kernels that differ in codes next to a boundary."""
+    engine = MiniEngine(ALL)
+    request = Request(1)
+    engine.step([(request, 64)])
+    state = next(iter(engine.state.layers.values()))
+    real = probe.encode
+
+    def encode(*arguments, encoder, **keywords):
+        real(*arguments, **keywords)
+        if encoder == "many":
+            arguments[4][..., 3] ^= 1
+
+    monkeypatch.setattr(probe, "encoders", lambda *_: ("few", "many"))
+    monkeypatch.setattr(probe, "encode", encode)
+    pages = complete_pages(engine, [request])
+    state.records.records[pages[1], 0, 3] ^= 1
+    assert sum(probe.untrue_records(engine.state, pages).values()) == 0
+    state.records.records[pages[2], 0, 3] ^= 2
+    assert sum(probe.untrue_records(engine.state, pages).values()) == 1
+
+
 def test_fault_10_a_full_prefix_hit_with_one_new_token_finds_its_records():
     engine = MiniEngine(FEW)
     first = Request(1)

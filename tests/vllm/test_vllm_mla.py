@@ -123,7 +123,6 @@ def test_short_prefills_go_the_way_of_prefill_and_speculative_rows_are_dense():
 
 def test_the_sketch_is_fitted_on_the_first_prompts(monkeypatch):
     monkeypatch.setattr(calibrate, "CAPTURE_TOKENS", 512)
-    monkeypatch.setattr(calibrate, "later_positions", lambda length: ())
     engine = MlaMiniEngine({"selector": "sketch", "rule": "budget", "budget_pages": 6})
     state = engine.state
     a, b = Request(9), Request(10)

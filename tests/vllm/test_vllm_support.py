@@ -30,7 +30,6 @@ ENGINE_REFUSALS = {
     "state_space": (dict(state_space_layers=True), "state-space"),
     "batch_invariant": (dict(batch_invariant=True), "batch invariant"),
     "dual_batch_overlap": (dict(overlapped_batches=True), "--enable-dbo"),
-    "variant": (dict(variant="mem-kv"), "mem-kv"),
     "page_frame": (dict(page_frame=True), "page_frame"),
     "oracle": (dict(selector="oracle"), "oracle"),
 }

@@ -1,6 +1,6 @@
-"""The real vLLM with values in host memory: its planner counts the blocks, and its own layers and builders run with kvskim in them.
+"""The real vLLM with values, or keys and values, in host memory: its planner counts the blocks, and its own layers and builders run with kvskim in them.
 
-Runs where the Python files of the version that variant ``mem-v`` works with are importable; skipped elsewhere.
+Runs where the Python files of the version that these variants work with are importable; skipped elsewhere.
 """
 
 import contextlib
@@ -17,6 +17,8 @@ pytestmark = pytest.mark.skipif(
     "stand-in" in (vllm.__doc__ or "") or parse_version(vllm.__version__) != TIER_VLLM, reason="vLLM is not installed, or another version"
 )
 FEW = {"selector": "rki4", "rule": "budget", "budget_pages": 6}
+CASES = [("mem-v", 16), ("mem-v", 64), ("mem-kv", 16)]
+"""Variants and block sizes."""
 
 
 @pytest.fixture
@@ -54,17 +56,17 @@ def real_engine(settings, block_size, **options):
             context.setattr(config_module, "_current_vllm_config", self.config)
             return contextlib.closing(SimpleNamespace(close=lambda: patch.__exit__(None, None, None)))
 
-    return Engine({"variant": "mem-v", "hot_cache_gib": 1e-5, **settings}, block_size=block_size, **options)
+    return Engine({"hot_cache_gib": 1e-4, **settings}, block_size=block_size, **options)
 
 
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_vllms_own_layers_and_builders_with_values_on_the_host(patched, block_size):
+@pytest.mark.parametrize(("variant", "block_size"), CASES)
+def test_vllms_own_layers_and_builders_with_pages_on_the_host(patched, variant, block_size):
     from mini_engine import Request
 
     from kvskim.engines.vllm import probe
 
     with torch.inference_mode():
-        few, everything = (real_engine(s, block_size) for s in (FEW, {"selector": "rki4", "rule": "budget", "budget": 1.0}))
+        few, everything = (real_engine({"variant": variant, **s}, block_size) for s in (FEW, {"selector": "rki4", "rule": "budget", "budget": 1.0}))
         for e in (few, everything):
             a, b = Request(1), Request(2)
             for scheduled, padding in (
@@ -80,12 +82,12 @@ def test_vllms_own_layers_and_builders_with_values_on_the_host(patched, block_si
         assert all(6 in layer.counts[:2] for layer in few.state.layers.values())
 
 
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_the_planner_makes_twice_the_blocks(patched, block_size):
-    """K, records and directory of every layer are one group of vLLM's, whose blocks have the bytes that they are said to have."""
+@pytest.mark.parametrize(("variant", "block_size"), CASES)
+def test_the_planner_counts_what_is_left_on_the_gpu(patched, variant, block_size):
+    """What is left of K, records and directory of every layer are one group of vLLM's, whose blocks have the bytes that they are said to have."""
     import real_vllm
 
-    e = real_engine(FEW, block_size)
+    e = real_engine({"variant": variant, **FEW}, block_size)
     config = real_vllm.planning_config(block_size)
     specs = {name: layer.get_kv_cache_spec(e.config) for name, layer in e.context.items()}
     assert len(specs) == 6
@@ -94,23 +96,43 @@ def test_the_planner_makes_twice_the_blocks(patched, block_size):
     assert set(group.layer_names) == set(specs)
     memory = 64 * 2**20
     plan = planner.get_kv_cache_config_from_groups(config, [group], memory)
-    keys, pages = block_size * 2 * 64 * 2, block_size // 16
+    keys, pages = block_size * 2 * (2 * 64 if variant == "mem-v" else 1), block_size // 16
     block = 2 * (keys + pages * 2 * (e.records_layers()[0].record_bytes + 4))
     assert plan.num_blocks == memory // block
-    assert e.state.host_values.block_bytes(host=False) == block
+    assert e.state.host_cache.block_bytes(host=False) == block
     sizes = real_vllm.bytes_of_layers(plan)
     parts = {"records": pages * 2 * e.records_layers()[0].record_bytes, "residency": pages * 2 * 4}
     assert sizes == {name: plan.num_blocks * parts.get(name.rpartition("kvskim_")[2], keys) for name in specs}
 
 
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_vllm_allocates_and_binds_keys_and_directories(patched, block_size, monkeypatch):
+@pytest.mark.parametrize("limit", [4, 3000])
+def test_the_engine_makes_as_many_blocks_as_the_host_holds(patched, limit, monkeypatch):
+    """The number that the profiling run lowers is the one that vLLM's planner goes by."""
+    import real_vllm
+
+    from kvskim.engines.vllm import tier
+
+    told, block = 64 * 2**20, 2 * 2 * 16 * 2 * 64 * 2
+    e = real_engine({"variant": "mem-kv", **FEW}, 16)
+    monkeypatch.setattr(tier, "cache_memory", lambda *_: told)
+    monkeypatch.setattr(tier, "affordable_blocks", lambda *_: limit * 2**20 // block)
+    e.config.cache_config.kv_cache_memory_bytes = told
+    e.state.host_cache._judge(told, 0)
+    config = real_vllm.planning_config(16)
+    config.cache_config.num_gpu_blocks_override = e.config.cache_config.num_gpu_blocks_override
+    specs = {name: layer.get_kv_cache_spec(e.config) for name, layer in e.context.items()}
+    (plan,) = real_vllm.plans_of_workers(config, [specs], [told])
+    assert plan.num_blocks == min(limit * 2**20 // block, told // e.state.host_cache.block_bytes(host=False))
+
+
+@pytest.mark.parametrize(("variant", "block_size"), CASES)
+def test_vllm_allocates_and_binds_keys_and_directories(patched, variant, block_size, monkeypatch):
     import real_vllm
     from vllm.v1.worker.utils import bind_kv_cache
 
     from kvskim.engines.vllm.layout import key_view
 
-    e = real_engine(FEW, block_size)
+    e = real_engine({"variant": variant, **FEW}, block_size)
     for layer in e.context.values():
         layer.kv_cache = torch.tensor([])
     assert all(layer.tier is None for layer in e.state.layers.values())
@@ -123,14 +145,17 @@ def test_vllm_allocates_and_binds_keys_and_directories(patched, block_size, monk
     platform = SimpleNamespace(is_cuda_alike=lambda: True, check_runner_kv_caches_multi_layer=lambda: None)
     monkeypatch.setattr("vllm.v1.worker.utils.current_platform", platform)
     # The hot cache of this engine is in the float32 of its steps; vLLM allocates for the model's type.
-    for name, cache in e.state.host_values._hot.items():
-        e.state.host_values._hot[name] = dataclasses.replace(cache, hot=cache.hot.bfloat16())
+    for name, cache in e.state.host_cache._hot.items():
+        e.state.host_cache._hot[name] = dataclasses.replace(cache, hot=cache.hot.bfloat16())
     bind_kv_cache(caches, e.context, [])
     for layer in e.state.layers.values():
-        key = key_view(layer.module.kv_cache, 64)
-        assert key.shape == (plan.num_blocks, block_size, 2, 64)
-        assert key.dtype == torch.bfloat16
-        assert layer.tier.host.shape == (plan.num_blocks * block_size // 16, 2, 16, 64)
+        if variant == "mem-v":
+            key = key_view(layer.module.kv_cache, 64)
+            assert key.shape == (plan.num_blocks, block_size, 2, 64)
+            assert key.dtype == torch.bfloat16
+        else:
+            assert layer.module.kv_cache.shape == (plan.num_blocks, 1, 16, 1, 1)
+        assert layer.tier.host.shape == (plan.num_blocks * block_size // 16, 2, 1 if variant == "mem-v" else 2, 16, 64)
         assert layer.tier.directory.shape == layer.tier.host.shape[:2]
         assert layer.views(layer.module.kv_cache)[1] is layer.tier
         with torch.inference_mode():

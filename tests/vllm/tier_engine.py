@@ -1,4 +1,4 @@
-"""The paged engine with values in host memory."""
+"""The paged engine with values, or keys and values, in host memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from mini_engine import MiniEngine, Request
 
-PAGE_BYTES = 16 * 64 * 4 + 8
+VARIANTS = ["mem-v", "mem-kv"]
+PAGE_BYTES = {"mem-v": 16 * 64 * 4 + 8, "mem-kv": 2 * 16 * 64 * 4 + 8}
 """Of a slot of the hot cache, in the float32 of these engines."""
 
 
@@ -37,5 +38,5 @@ class TierEngine(MiniEngine):
 def engine(settings: dict[str, Any], slots: int = 40, variant: str = "mem-v", **options: Any) -> TierEngine:
     """An engine whose hot cache has ``slots`` slots a layer, or one with values in GPU memory."""
     layers = options.get("num_layers", 2)
-    tier = {"variant": "mem-v", "hot_cache_gib": slots * layers * PAGE_BYTES / 2**30} if variant == "mem-v" else {}
+    tier = {"variant": variant, "hot_cache_gib": slots * layers * PAGE_BYTES[variant] / 2**30} if variant in VARIANTS else {}
     return TierEngine({**tier, **settings}, **options)

@@ -1,7 +1,7 @@
 """A KV connector for engines without weights: it fills the cache of requests that ask for it, so that no prefill is run, and leaves others alone.
 
 Keys and values are filled by vLLM's DecodeBenchConnector. What kvskim keeps beside them is not filled with noise: records are made of the filled keys, as a
-prefill would have made them, and where values are in host memory they are stored there.
+prefill would have made them, and where values, or keys and values, are in host memory, random ones are stored there.
 
 A request asks with ``kv_transfer_params={"filled_tokens": N}`` in the ``extra_args`` of its sampling parameters.
 """
@@ -58,16 +58,17 @@ class FillConnector(DecodeBenchConnector):
         assert state is not None, "there are records, and no layer that they belong to"
         size, device = self._config.cache_config.block_size, self._config.device_config.device
         for block_ids, tokens in self._get_connector_metadata().reqs_to_fill.values():
+            if state.host_cache is not None:
+                self._store(state, torch.tensor(token_slots(block_ids[0], size, tokens), dtype=torch.int64).to(device))
             ends = torch.tensor(page_ends(block_ids[0], size, tokens), dtype=torch.int64)
             for part in ends.to(device).split(ENCODED_AT_ONCE):
                 for layer in state.layers.values():
                     state.encode(layer, part)
-            if state.host_values is not None:
-                self._store_values(state, torch.tensor(token_slots(block_ids[0], size, tokens), dtype=torch.int64).to(device))
 
-    def _store_values(self, state: Any, slots: Tensor) -> None:
-        """Random values for tokens whose values are in host memory."""
+    def _store(self, state: Any, slots: Tensor) -> None:
+        """Random keys and values for tokens of a cache in host memory; where the keys are not there, only the values are taken."""
         for layer in state.layers.values():
             for part in slots.split(STORED_AT_ONCE):
-                shape = (len(part), layer.num_kv_heads, layer.head_size)
-                state.host_values.store(layer, torch.randn(shape, dtype=self._config.model_config.dtype, device=slots.device) * FILL_STD, part)
+                shape = (2, len(part), layer.num_kv_heads, layer.head_size)
+                keys, values = torch.randn(shape, dtype=self._config.model_config.dtype, device=slots.device) * FILL_STD
+                state.host_cache.store(layer, keys, values, part)

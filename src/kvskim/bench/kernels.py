@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,11 @@ from kvskim.bench.whole_step import StepProblem, workspace
 from kvskim.errors import KvskimError
 from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.attend import attend
-from kvskim.ops.encode import encode
+from kvskim.ops.encode import encode, encoders
 from kvskim.ops.score import score
 from kvskim.ops.select import select
 from kvskim.rules import RuleParameters
+from kvskim.selectors.sketch import SketchTables
 
 BUDGET = RuleParameters(rule="budget", budget_pages=128, min_pages=0)
 THRESHOLD = RuleParameters(rule="threshold", tau=0.007)
@@ -31,6 +32,10 @@ SHAPE_8X128K, SHAPE_1M = Shape(8, 128 << 10, 8, 4), Shape(1, 1 << 20, 4, 8)
 SHAPE_8K, SHAPE_32X8K = Shape(1, 8 << 10, 8, 4), Shape(32, 8 << 10, 8, 4)
 LATENT_SHAPES = [Shape(requests, context << 10, 1, heads, 576, 512) for heads in (16, 128) for requests, context in ((1, 128), (16, 64))]
 """Latent rows of DeepSeek V2 and V3; 16 and 128 query heads."""
+
+
+MATRIX_BYTES = 96 << 20
+"""Copies of encode_matrix that encode is timed with: more than the L2 cache holds."""
 
 
 @dataclass
@@ -245,12 +250,33 @@ class KernelBench:
             return [lambda: encode(selector, tables, cache.keys, slots, records, kernels=kernels)] * 2
 
         self.measure(f"encode {selector_name}, whole prompt", shape, make, 2 * shape.context * shape.heads * shape.dim)
-        empty = torch.full((shape.requests,), -1, dtype=torch.int64, device="cuda")
         if selector_name == "sketch":
-            self.measure(
-                "encode sketch, decode step that completes no page", shape,
-                lambda kernels: [lambda: encode(selector, tables, cache.keys, empty, records, kernels=kernels)] * 8, 0, twin=False,
-            )
+            self._bench_encode_steps(shape, tables, cache, slots, records)
+
+    def _bench_encode_steps(self, shape: Shape, tables: SketchTables, cache: Cache, prompt: torch.Tensor, records: torch.Tensor) -> None:
+        """Steps of few slots with each encoder there is. encode_matrix is another one in each launch, as in the layers of a model."""
+        selector = problem.selector_by_name("sketch")
+        sets = MATRIX_BYTES // (2 * tables.encode_matrix.numel()) + 1
+        layers = [replace(tables, encode_matrix=tables.encode_matrix.clone()) for _ in range(sets)]
+        ends = prompt[PAGE_TOKENS - 1 :: PAGE_TOKENS].contiguous()
+        steps = {
+            "no page": [torch.full((1,), -1, dtype=torch.int64, device="cuda")], "one page": ends[:sets].split(1),
+            "chunk of 256 tokens": prompt.split(256)[:sets], "64 rows, 64 pages": ends.split(64)[:sets], "256 rows, 256 pages": ends.split(256)[:sets],
+        }
+
+        def launches(slots: Sequence[torch.Tensor], encoder: str | None) -> Callable[[str], list[Launch]]:
+            def launch(i: int, kernels: str) -> Launch:
+                return lambda: encode(selector, layers[i], cache.keys, slots[i % len(slots)], records, kernels=kernels, encoder=encoder)
+
+            return lambda kernels: [launch(i, kernels) for i in range(sets)]
+
+        used = int((tables.coefficient_bits > 0).sum())
+        for name, slots in steps.items():
+            pages = int((slots[0] % PAGE_TOKENS == PAGE_TOKENS - 1).sum() * (slots[0][0] >= 0))
+            nbytes = 2 * shape.dim * (used + pages * PAGE_TOKENS * shape.heads) if pages else 0
+            for encoder in encoders(tables, cache.keys, self.kernels):
+                title = f"encode sketch, {name}" + (f", encoder for {encoder}" if encoder else "")
+                self.measure(title, shape, launches(slots, encoder), nbytes, twin=False)
 
     # ------------------------------------------------------------------ the list
     def cases(self) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvskim.layout import LARGEST_GROUP, PAGE_TOKENS
 from kvskim.ops.attend_plan import LATENT_SHARE, SHORT_SHARE, AttendPlan, attend_cluster, attend_plan, head_blocks
+from kvskim.ops.latent_query import LatentQuery, Query, joined, rows_are_contiguous
 from kvskim.ops.torch_attend import attend_torch
 
 Kernels = Literal["cuda", "triton", "torch"]
@@ -43,14 +44,15 @@ class AttendScratch(Protocol):
 
 
 def attend(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, *,
+    query: Query, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, *,
     scale: float, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor, lse: Tensor | None = None,
-    scratch: AttendScratch | None, kernels: str, overlap_previous: bool = False,
+    scratch: AttendScratch | None, kernels: str, full_pages: int = 0, overlap_previous: bool = False,
 ) -> None:
     """Attention of one query token per request to the selected pages of its KV cache.
 
     Args:
-        query: ``[R, Hq, D]`` bfloat16 or float16 (torch: also float32, float64); head hq reads kv head hq // (Hq / H).
+        query: ``[R, Hq, D]`` bfloat16 or float16 (torch: also float32, float64); head hq reads kv head hq // (Hq / H). Or a `LatentQuery`: where its
+            first part has ``Dv`` channels, Triton reads the parts where they lie; else they are joined in new memory.
         key_cache, value_cache: ``[blocks, block_size, H, D]`` and ``[blocks, block_size, H, Dv]`` views of any strides with contiguous rows;
             dtype of the query, or, where ``Dv = D``, float8_e4m3fn. A value cache that is the first ``Dv`` channels of the key cache (latent
             attention) is read once.
@@ -63,6 +65,9 @@ def attend(
         scratch: see `AttendScratch`; not needed by torch.
         kernels: cuda, triton or torch. What the CUDA kernel does not serve at all, values of another width than the keys and groups of more
             than 16 query heads, the Triton kernels attend under "cuda" too.
+        full_pages: with ``overlap_previous``: the counts of requests of at most so many pages say all pages, and their pages but the last two,
+            ``seq_lens`` and ``block_table`` were complete before the chain of overlapped launches began. The CUDA kernel begins to read them
+            while the kernels ahead still run; the others don't use it.
         overlap_previous: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch): the CUDA
             kernel, and the Triton kernels of latent attention.
 
@@ -72,7 +77,12 @@ def attend(
     Allocates nothing and never waits for the device (cuda, triton); safe in CUDA graphs.
     """
     check_arguments(query, key_cache, value_cache, block_table, seq_lens, pages, counts, softcap, out, lse)
+    if isinstance(query, LatentQuery) and (
+        kernels == "torch" or query.latent.shape[2] != value_cache.shape[3] or not shares_rows(key_cache, value_cache)
+    ):
+        query = joined(query, kernels)
     if kernels == "torch":
+        assert isinstance(query, Tensor)
         attend_torch(
             query, key_cache, value_cache, block_table, seq_lens, pages, counts,
             scale=scale, softcap=softcap, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
@@ -89,10 +99,12 @@ def attend(
     if attending_kernels(kernels, query.shape[1] // key_cache.shape[2], query.shape[2], value_cache.shape[3]) == "cuda":
         from kvskim.ops.cuda.attend import attend_cuda
 
+        assert isinstance(query, Tensor)
         check_cuda(query, key_cache, value_cache, out)
         attend_cuda(
             query, key_cache, value_cache, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials, scratch.attend_tickets,
-            splits, plan.pages_per_split, cluster_of(query, key_cache, block_table, pages), scale, softcap, k_scale, v_scale, overlap_previous,
+            splits, plan.pages_per_split, cluster_of(query, key_cache, block_table, pages), full_pages, scale, softcap, k_scale, v_scale,
+            overlap_previous,
         )
     else:
         from kvskim.ops.triton.attend import attend_triton
@@ -116,7 +128,7 @@ def shares_rows(key_cache: Tensor, value_cache: Tensor) -> bool:
     )
 
 
-def plan_of(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor) -> AttendPlan:
+def plan_of(query: Query, key_cache: Tensor, value_cache: Tensor, block_table: Tensor) -> AttendPlan:
     """Shares of the work of one call; see `kvskim.ops.attend_plan.attend_plan`."""
     heads = key_cache.shape[2]
     capacity = block_table.shape[1] * (key_cache.shape[1] // PAGE_TOKENS)
@@ -141,7 +153,7 @@ def multiprocessor_count(device: torch.device) -> int:
 
 
 def check_arguments(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor,
+    query: Query, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor,
     softcap: float, out: Tensor, lse: Tensor | None,
 ) -> None:
     """What all implementations need of the arguments of `attend`.
@@ -149,7 +161,7 @@ def check_arguments(
     Raises:
         ValueError: see `attend`.
     """
-    if query.dim() != 3:
+    if len(query.shape) != 3:
         raise ValueError(f"query has shape {tuple(query.shape)}; expected [requests, query heads, head dim]")
     requests, query_heads, dim = query.shape
     if key_cache.dim() != 4 or value_cache.dim() != 4 or key_cache.shape[:3] != value_cache.shape[:3]:
@@ -169,7 +181,7 @@ def check_arguments(
         raise ValueError(f"caches of {key_cache.dtype} and {value_cache.dtype} with a query of {query.dtype}; expected the query's dtype or float8_e4m3fn")
     if key_cache.element_size() == 1 and value_dim != dim:
         raise ValueError(f"a float8 cache with keys of {dim} and values of {value_dim} channels can't be attended; use a bfloat16 or float16 cache")
-    if key_cache.stride(3) != 1 or value_cache.stride(3) != 1 or (dim > 1 and query.stride(2) != 1):
+    if key_cache.stride(3) != 1 or value_cache.stride(3) != 1 or not rows_are_contiguous(query):
         raise ValueError("the last dimension of query, key_cache and value_cache must be contiguous")
     for name, tensor, shape in (
         ("block_table", block_table, (requests, block_table.shape[-1])), ("seq_lens", seq_lens, (requests,)),
@@ -195,7 +207,7 @@ def check_arguments(
             raise ValueError(f"{name} is on {tensor.device} and query on {query.device}; all tensors must be on one device")
 
 
-def check_splits(query: Tensor, key_cache: Tensor, out: Tensor, scratch: AttendScratch, splits: int) -> int:
+def check_splits(query: Query, key_cache: Tensor, out: Tensor, scratch: AttendScratch, splits: int) -> int:
     """The number of splits, or fewer when a block table wider than the scratch was sized for asks for more than fit."""
     requests, query_heads, dim = out.shape
     heads = key_cache.shape[2]

@@ -1,29 +1,29 @@
-"""`kvskim.ops.attend` where the values are in host memory: the same sums in the same order, each page of values read from where it is."""
+"""`kvskim.ops.attend` where values, or keys and values, are in host memory: the same sums in the same order, each page read from where it is."""
 
 from __future__ import annotations
 
-import torch
+import functools
+
 from torch import Tensor
 
-from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.attend import AttendScratch, attending_kernels, check_arguments, check_cuda, check_splits, cluster_of, plan_of
-from kvskim.ops.torch_attend import attend_rows
-from kvskim.tier.torch_values import value_rows
-from kvskim.tier.values import ValueTier
+from kvskim.ops.torch_attend import attend_rows, rows
+from kvskim.tier.pages import HostTier, check_tier
+from kvskim.tier.torch_pages import KEYS, VALUES, rows_of
 
 
 def attend_tiered(
-    query: Tensor, key_cache: Tensor, tier: ValueTier, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, *,
+    query: Tensor, key_cache: Tensor, tier: HostTier, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, *,
     scale: float, softcap: float = 0.0, out: Tensor, lse: Tensor | None = None, scratch: AttendScratch | None, kernels: str,
     overlap_previous: bool = False,
 ) -> None:
-    """Attention of one query token per request to the selected pages, bit for bit that of `kvskim.ops.attend.attend` with all values on the GPU.
+    """Attention of one query token per request to the selected pages, bit for bit that of `kvskim.ops.attend.attend` with all of them on the GPU.
 
     Args:
         query, key_cache, block_table, seq_lens, pages, counts, scale, softcap, out, lse, scratch, kernels, overlap_previous: as there; float8 caches
             are not taken.
-        tier: the values of all pages of ``key_cache``. Pages that a `kvskim.ops.fetch.fetch` of the same selection has made hot are
-            read from GPU memory, all others from host memory.
+        tier: the values of all pages of ``key_cache``, or keys and values; then ``key_cache`` is the tier's own. Pages that a
+            `kvskim.ops.fetch.fetch` of the same selection has made hot are read from GPU memory, all others from host memory.
 
     Raises:
         ValueError: an argument has another shape, dtype, stride or device than said here.
@@ -34,9 +34,10 @@ def attend_tiered(
     check_arguments(query, key_cache, key_cache, block_table, seq_lens, pages, counts, softcap, out, lse)
     check_tier(tier, key_cache)
     if kernels == "torch":
+        values = functools.partial(rows_of, tier, part=VALUES)
+        keys = functools.partial(rows_of, tier, part=KEYS) if tier.with_keys else functools.partial(rows, key_cache)
         attend_rows(
-            query, key_cache, lambda tokens: value_rows(tier, tokens), block_table, seq_lens, pages, counts,
-            scale=scale, softcap=softcap, k_scale=1.0, v_scale=1.0, out=out, lse=lse,
+            query, key_cache, keys, values, block_table, seq_lens, pages, counts, scale=scale, softcap=softcap, k_scale=1.0, v_scale=1.0, out=out, lse=lse,
         )
         return
     if kernels not in ("cuda", "triton"):
@@ -62,13 +63,3 @@ def attend_tiered(
         query, key_cache, tier, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials, splits, plan.pages_per_split,
         scale, softcap, 1.0, 1.0, False,
     )
-
-
-def check_tier(tier: ValueTier, key_cache: Tensor) -> None:
-    """That a tier holds the values of this cache ``[blocks, block_size, H, D]``."""
-    blocks, block_size, heads, dim = key_cache.shape
-    expected = (blocks * (block_size // PAGE_TOKENS), heads, PAGE_TOKENS, dim)
-    if tuple(tier.host.shape) != expected or tier.host.dtype != key_cache.dtype or key_cache.dtype == torch.float8_e4m3fn:
-        raise ValueError(f"the tier holds {tier.host.dtype} {list(tier.host.shape)}; the values of a {key_cache.dtype} cache like this are {list(expected)}")
-    if tier.device != key_cache.device:
-        raise ValueError(f"the tier is on {tier.device} and the cache on {key_cache.device}; both must be on one device")

@@ -23,7 +23,7 @@ CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3f
 
 def encode(
     selector: Selector, tables: Any, key_cache: Tensor, slot_mapping: Tensor, records: Tensor, *, k_scale: float = 1.0, kernels: str,
-    overlap: bool = False,
+    overlap: bool = False, encoder: str | None = None,
 ) -> None:
     """Write the records of all pages that the tokens of ``slot_mapping`` complete; no other record is touched.
 
@@ -37,6 +37,8 @@ def encode(
         kernels: cuda, triton or torch. What the CUDA kernels are not compiled for (record sizes but 256, other head dims, float32 caches,
             rows that are not 16-byte aligned, the oracle) the Triton kernels code under "cuda" too.
         overlap: CUDA only: launch before the preceding kernel has ended (programmatic dependent launch).
+        encoder: one of `encoders`, for comparisons; by default the number of slots decides. Both are true to the keys, but codes next to a
+            boundary may differ.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit; one sentence.
@@ -47,6 +49,8 @@ def encode(
         >>> encode(selector, tables, key_cache, slot_mapping, records, kernels="cuda")
     """
     _check(selector, tables, key_cache, slot_mapping, records, k_scale, kernels)
+    if encoder is not None and encoder not in (choice := encoders(tables, key_cache, kernels)):
+        raise ValueError(f"encoder is {encoder!r}; for these records, this cache and kernels {kernels!r} it can be one of {choice}")
     if slot_mapping.shape[0] == 0:
         return
     if kernels == "torch":
@@ -61,7 +65,8 @@ def encode(
             if cuda.sketch_kernel_serves(tables, key_cache):
                 cuda.encode_sketch(
                     key_cache, slot_mapping, tables.mean, tables.encode_matrix, tables.coefficient_bits, tables.coefficient_count,
-                    tables.slot_coefficient, tables.slot_digit, records, k_scale, cuda.OVERLAP_PREVIOUS if overlap else 0,
+                    tables.slot_coefficient, tables.slot_digit, records, k_scale, cuda.ENCODERS.index(encoder or "by tokens"),
+                    cuda.OVERLAP_PREVIOUS if overlap else 0,
                 )
                 return
         from kvskim.ops.triton.encode_sketch import encode_sketch
@@ -79,6 +84,19 @@ def encode(
     from kvskim.ops.triton.encode_pages import encode_pages
 
     encode_pages(selector, tables, key_cache, slot_mapping, records, k_scale=k_scale)
+
+
+def encoders(tables: Any, key_cache: Tensor, kernels: str) -> tuple[str | None, ...]:
+    """What `encode` may choose among, by the number of slots, to make such records from such a cache.
+
+    ``("few", "many")`` where the CUDA kernels of sketch records serve, ``(None,)`` otherwise.
+    """
+    if kernels == "cuda" and isinstance(tables, SketchTables) and tables.rotary is None:
+        from kvskim.ops.cuda import encode as cuda
+
+        if cuda.sketch_kernel_serves(tables, key_cache):
+            return ("few", "many")
+    return (None,)
 
 
 def completed_pages(slot_mapping: Tensor, num_pages: int) -> Tensor:

@@ -1,13 +1,15 @@
-"""Public op ``fetch``: make the selected pages of values hot, as far as the hot cache has room for them.
+"""Public op ``fetch``: make the selected pages hot, as far as the hot cache has room for them.
 
 All decisions are taken on the device, in an order that depends on nothing but the arguments and the state of the tier:
 
 1. Selected pages that are hot are in use: their stamp becomes the clock, and they stay.
 2. The others, each once however many rows select it, are missing; they are ordered by first row, kv head and place in the page table.
-3. Slots that are not in use are victims: empty ones first, then by `kvskim.tier.values.AGE_CLASSES` of the fetches since their last use, oldest
+3. Slots that are not in use are victims: empty ones first, then by `kvskim.tier.pages.AGE_CLASSES` of the fetches since their last use, oldest
    first, and by slot within a class. This is least-recently-used up to a factor of two in age.
 4. The i-th missing page is copied from the host into the i-th victim. When the victims run out, the remaining pages stay on the host, where
    `kvskim.ops.attend_tiered` reads them: slower, and no other result.
+
+The copies may be left to `copy_fetched`, after attention, which then reads missing pages from the host while it computes with those that are hot.
 
 See docs/how-it-works.md, section "The host tier".
 """
@@ -21,8 +23,8 @@ from torch import Tensor
 
 from kvskim.layout import PAGE_TOKENS, ceil_div
 from kvskim.ops import attend
-from kvskim.tier.torch_values import fetch_torch
-from kvskim.tier.values import AGE_CLASSES, ValueTier
+from kvskim.tier.pages import AGE_CLASSES, HostTier
+from kvskim.tier.torch_pages import choose_torch, copy_torch
 
 SLOT_CHUNK = 512
 """Slots that one program classifies."""
@@ -36,7 +38,8 @@ CUDA_PAIRS = 32768
 
 @dataclass(frozen=True)
 class FetchScratch:
-    """Work buffers of `fetch`, int32, content arbitrary; shared by all layers whose launches follow each other in one stream."""
+    """Work buffers of `fetch`, int32, content arbitrary; shared by all layers whose launches follow each other in one stream. Between a fetch that leaves
+    its copies to `copy_fetched` and that, no other fetch may have them."""
 
     selected: Tensor
     """``[programs]``: selected pages."""
@@ -65,20 +68,22 @@ def fetch_scratch(max_pairs: int, slots: int, device: torch.device | str) -> Fet
 
 
 def fetch(
-    tier: ValueTier, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, *, block_size: int, scratch: FetchScratch | None, kernels: str,
-    overlap_previous: bool = False,
+    tier: HostTier, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, *, block_size: int, scratch: FetchScratch | None, kernels: str,
+    overlap_previous: bool = False, copies: bool = True,
 ) -> None:
     """Copy selected pages that are not hot from the host into the hot cache; pages that this selection uses are never replaced.
 
     Args:
-        tier: the values of one layer; all its tensors but ``host`` are changed.
+        tier: of one layer; all its tensors but ``host`` are changed.
         block_table: int32 ``[R, columns]``; entries of blocks beyond a request are not read.
         seq_lens: int32 ``[R]``; rows of 0 select nothing.
         pages, counts: the selection, int32 ``[R, H, capacity]`` and ``[R, H]``, as in `kvskim.ops.attend.attend`.
         block_size: tokens of a block.
-        scratch: from `fetch_scratch`; not needed by torch.
+        scratch: from `fetch_scratch`; torch needs it only without ``copies``.
         kernels: cuda, triton or torch. Batches of more than `CUDA_PAIRS` rows times kv heads Triton fetches for under "cuda" too.
         overlap_previous: CUDA only: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch).
+        copies: False leaves them to `copy_fetched`, which must come before the tier is used by anything but attention to this selection. Until then
+            missing pages are not hot, and the slots that they get are empty.
 
     Raises:
         ValueError: an argument has another shape, dtype, stride or device than said here.
@@ -86,13 +91,19 @@ def fetch(
     Allocates nothing and never waits for the device (cuda, triton); safe in CUDA graphs.
     """
     _check(tier, block_table, seq_lens, pages, counts, block_size, kernels)
-    if kernels == "torch":
-        fetch_torch(tier, block_table, seq_lens, pages, counts, block_size)
+    if kernels == "torch" and copies:
+        copy_torch(tier, *choose_torch(tier, block_table, seq_lens, pages, counts, block_size))
         return
     if scratch is None:
         raise ValueError(f"the {kernels} kernels of fetch need scratch buffers; pass scratch")
+    if kernels == "torch":
+        missing, victims = choose_torch(tier, block_table, seq_lens, pages, counts, block_size)
+        scratch.missing[: len(missing)], scratch.victims[: len(victims)] = missing, victims
+        scratch.fetched_pages.fill_(len(missing))
+        return
     pairs = counts.numel()
     if pairs == 0:
+        scratch.fetched_pages.zero_()
         return
     multiprocessors = attend.multiprocessor_count(tier.device)
     share = segments(pairs, multiprocessors)
@@ -104,15 +115,39 @@ def fetch(
             raise ValueError("host and hot must begin at multiples of 16 bytes")
         fetch_cuda(
             tier.host, tier.hot, tier.directory, tier.owner, tier.stamp, tier.clock, tier.counters, block_table, seq_lens, pages, counts,
-            scratch.missing, scratch.victims, block_size, overlap_previous,
+            scratch.missing, scratch.victims, scratch.fetched_pages, block_size, overlap_previous, copies,
         )
         return
     from kvskim.ops.triton.host_fetch import fetch_triton
 
-    fetch_triton(tier, block_table, seq_lens, pages, counts, block_size, scratch, share, multiprocessors)
+    fetch_triton(tier, block_table, seq_lens, pages, counts, block_size, scratch, share, multiprocessors, copies)
 
 
-def _check(tier: ValueTier, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, block_size: int, kernels: str) -> None:
+def copy_fetched(tier: HostTier, scratch: FetchScratch, *, kernels: str) -> None:
+    """The copies that a `fetch` of this tier with these buffers has left; it may run beside anything that does not use the tier.
+
+    Args:
+        tier, scratch: as they were given to fetch.
+        kernels: cuda, triton or torch; under "cuda" the Triton kernel copies.
+
+    Raises:
+        ValueError: kernels is none of these, or the buffers are too small.
+
+    Allocates nothing and never waits for the device (cuda, triton); safe in CUDA graphs.
+    """
+    if kernels not in ("cuda", "triton", "torch"):
+        raise ValueError(f"kernels is {kernels!r}; use 'cuda', 'triton' or 'torch'")
+    _check_scratch(scratch, 0, tier)
+    if kernels == "torch":
+        count = int(scratch.fetched_pages)
+        copy_torch(tier, scratch.missing[:count], scratch.victims[:count])
+        return
+    from kvskim.ops.triton.host_fetch import copy_triton
+
+    copy_triton(tier, scratch, attend.multiprocessor_count(tier.device))
+
+
+def _check(tier: HostTier, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, block_size: int, kernels: str) -> None:
     if kernels not in ("cuda", "triton", "torch"):
         raise ValueError(f"kernels is {kernels!r}; use 'cuda', 'triton' or 'torch'")
     if block_size < PAGE_TOKENS or block_size % PAGE_TOKENS:
@@ -135,7 +170,7 @@ def _check(tier: ValueTier, block_table: Tensor, seq_lens: Tensor, pages: Tensor
         raise ValueError(f"{requests} requests with {heads} kv heads and up to {capacity} pages each; a fetch numbers fewer than 2^31 pages")
 
 
-def _check_scratch(scratch: FetchScratch, programs: int, tier: ValueTier) -> None:
+def _check_scratch(scratch: FetchScratch, programs: int, tier: HostTier) -> None:
     chunks = ceil_div(tier.slots, SLOT_CHUNK)
     for name, tensor, least in (
         ("selected", scratch.selected, programs), ("misses", scratch.misses, programs), ("ages", scratch.ages, chunks * AGE_CLASSES),

@@ -1,6 +1,7 @@
 """Public op ``join_query``: the two parts of a query of latent attention, side by side as the rows of the cache have them.
 
-Engines compute the latent part (the query absorbed into the latent space) and the rotary part apart; score and attend want one row.
+Engines compute the latent part (the query absorbed into the latent space) and the rotary part apart. What can't read them so, see
+`kvskim.ops.latent_query`, gets them joined by it.
 """
 
 from __future__ import annotations

@@ -12,13 +12,6 @@ PAGE_TOKENS = 16
 TILE_PAGES = 16
 PADDED_GROUPS = (4, 8, 16, 32, 64, 128)
 """Columns of scores that the kernels take."""
-CUDA_COLUMNS = 16
-"""Most columns that the CUDA kernel is compiled for."""
-
-
-def selecting_kernels(kernels: str, columns: int) -> str:
-    """Which kernels really select scores of so many columns: under "cuda", wide groups are Triton's."""
-    return "triton" if kernels == "cuda" and columns > CUDA_COLUMNS else kernels
 
 
 def select(
@@ -65,7 +58,7 @@ def select(
         pages: int32 [R, H, table_capacity], written: logical page indices, ascending, always-attended pages included.
         counts: int32 [R, H], written: entries of each table.
         covered: float32 [R, H], written: estimated mass of the attended pages; 1 where all are.
-        kernels: "cuda", "triton" or "torch". What the CUDA kernel is not compiled for, more than 16 columns, Triton selects under "cuda" too.
+        kernels: "cuda", "triton" or "torch".
         keys: float32 [R, H, page_capacity] or None: receives the ranking keys of the candidates of rows that are not attended whole.
             Scratch of the Triton kernels, which allocate it when it is None.
         overlap: CUDA only: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch).
@@ -81,7 +74,7 @@ def select(
     if scores.shape[0] == 0 or scores.shape[1] == 0:
         return
     tensors = (scores, base, forced, partials, seq_lens, ready, pages, counts, covered, keys)
-    if selecting_kernels(kernels, scores.shape[3]) == "cuda":
+    if kernels == "cuda":
         from kvskim.ops.cuda.select import select_cuda
 
         select_cuda(*tensors, group=group, rule=rule, sink_pages=sink_pages, window_pages=window_pages, overlap=overlap, settled=settled)

@@ -1,6 +1,6 @@
 """Public op ``stage``: keys and values of the contexts of several requests, together in GPU memory, for the attention of their prompts.
 
-Attention to a prompt reads a cache with one block table for keys and values. Where the values are on the host, a copy of what the rows of a step
+Attention to a prompt reads a cache with one block table for keys and values. Where values, or both, are on the host, a copy of what the rows of a step
 need takes the place of the cache: the rows' blocks one after the other, in the order of their tokens.
 """
 
@@ -10,21 +10,20 @@ import torch
 from torch import Tensor
 
 from kvskim.layout import PAGE_TOKENS
-from kvskim.ops.attend_tiered import check_tier
-from kvskim.tier.torch_values import stage_torch
-from kvskim.tier.values import ValueTier
+from kvskim.tier.pages import HostTier, check_tier
+from kvskim.tier.torch_pages import stage_torch
 
 
 def stage(
-    tier: ValueTier, key_cache: Tensor, block_table: Tensor, context_lens: Tensor, starts: Tensor, staged: Tensor, *, blocks: int, kernels: str
+    tier: HostTier, key_cache: Tensor | None, block_table: Tensor, context_lens: Tensor, starts: Tensor, staged: Tensor, *, blocks: int, kernels: str
 ) -> None:
     """Copy every page that holds a token of a context; rows of the pages beyond the context, and all other pages, are arbitrary or left alone.
 
-    Values come from the hot cache where they are hot, else from the host; the hot cache is not changed.
+    What is in the tier comes from the hot cache where it is hot, else from the host; the hot cache is not changed.
 
     Args:
-        tier: the values of all pages of ``key_cache``.
-        key_cache: ``[blocks, block_size, H, D]`` of any strides with contiguous rows.
+        tier: the values of all pages of ``key_cache``, or keys and values.
+        key_cache: ``[blocks, block_size, H, D]`` of any strides with contiguous rows; None where the tier holds keys.
         block_table: int32 ``[R, columns]``; only entries of blocks with a token of a context are read.
         context_lens: int32 ``[R]``: tokens of each row to copy, from its first on.
         starts: int32 ``[R + 1]``, not falling: row r takes the blocks ``starts[r]`` to ``starts[r + 1] - 1`` of ``staged``, enough for its context.
@@ -39,12 +38,19 @@ def stage(
     """
     if kernels not in ("cuda", "triton", "torch"):
         raise ValueError(f"kernels is {kernels!r}; use 'cuda', 'triton' or 'torch'")
-    check_tier(tier, key_cache)
-    _, block_size, heads, dim = key_cache.shape
-    if key_cache.stride(3) != 1:
-        raise ValueError("the rows of key_cache must be contiguous")
-    if staged.dim() != 5 or tuple(staged.shape[1:]) != (2, block_size, heads, dim) or not staged.is_contiguous() or staged.dtype != key_cache.dtype:
-        raise ValueError(f"staged is {staged.dtype} {list(staged.shape)}; expected contiguous {key_cache.dtype} [blocks, 2, {block_size}, {heads}, {dim}]")
+    if (key_cache is None) != tier.with_keys:
+        raise ValueError("the tier holds keys and values; leave key_cache out" if tier.with_keys else "the tier holds values and no keys; pass key_cache")
+    block_size = staged.shape[2] if staged.dim() == 5 else 0
+    if key_cache is not None:
+        check_tier(tier, key_cache)
+        block_size = key_cache.shape[1]
+        if key_cache.stride(3) != 1:
+            raise ValueError("the rows of key_cache must be contiguous")
+    fits = staged.dim() == 5 and tuple(staged.shape[1:]) == (2, block_size, tier.heads, tier.dim) and block_size > 0 and block_size % PAGE_TOKENS == 0
+    if not fits or not staged.is_contiguous() or staged.dtype != tier.hot.dtype:
+        raise ValueError(
+            f"staged is {staged.dtype} {list(staged.shape)}; expected contiguous {tier.hot.dtype} [blocks, 2, block size, {tier.heads}, {tier.dim}]"
+        )
     rows = context_lens.shape[0]
     for name, tensor, shape in (
         ("block_table", block_table, (rows, block_table.shape[-1])), ("context_lens", context_lens, (rows,)), ("starts", starts, (rows + 1,)),

@@ -10,20 +10,21 @@ from torch import Tensor
 from kvskim.ops.attend import Kernels, attend
 from kvskim.ops.attend_tiered import attend_tiered
 from kvskim.ops.fetch import FetchScratch, fetch
+from kvskim.ops.latent_query import Query, joined
 from kvskim.ops.score import score
 from kvskim.ops.select import select
 from kvskim.ops.workspace import StepBuffers, Workspace
 from kvskim.rules import RuleParameters
 from kvskim.selectors.base import Selector
-from kvskim.tier.values import ValueTier
+from kvskim.tier.pages import HostTier
 
 
 @dataclass(frozen=True)
 class StepSettings:
     """What is the same for every step of a layer. ``softcap`` 0: none. ``overlap``: programmatic dependent launches (CUDA only).
 
-    ``overlap_first``: with ``overlap``, the first launch of a step, which prepares the query, too: it follows a kernel that is not of the step.
-    ``settled``: records of candidate pages, block table and lengths were complete before the chain of overlapped launches began, see `score`.
+    ``settled``: records of candidate pages, block table, lengths, and all keys and values but those of the last two pages were complete before the
+    chain of overlapped launches began, see `score` and `attend`.
     """
 
     selector: Selector
@@ -37,20 +38,22 @@ class StepSettings:
     v_scale: float = 1.0
     kernels: Kernels = "cuda"
     overlap: bool = False
-    overlap_first: bool = True
     settled: bool = False
 
 
 def decode_step(
-    settings: StepSettings, query: Tensor, key_cache: Tensor, values: Tensor | ValueTier, records: Tensor, block_table: Tensor, seq_lens: Tensor, *,
+    settings: StepSettings, query: Query, key_cache: Tensor, values: Tensor | HostTier, records: Tensor, block_table: Tensor, seq_lens: Tensor, *,
     ready: Tensor, workspace: Workspace, buffers: StepBuffers, out: Tensor, lse: Tensor | None = None,
-    fetching: FetchScratch | None = None,
+    fetching: FetchScratch | None = None, copies: bool = True,
 ) -> None:
     """Sparse attention of one query token per request; the selection stays in ``buffers``. Shapes as in the operations.
 
-    values: the value cache, or the tier that holds the values in host memory; then ``fetching`` are the buffers of `kvskim.ops.fetch`.
+    values: the value cache, or the tier that holds values, or keys and values, in host memory; then ``fetching`` are the buffers of
+        `kvskim.ops.fetch`, and of a tier with keys ``key_cache`` is its own.
+    copies: False leaves the copies of fetched pages to `kvskim.ops.fetch.copy_fetched`.
 
-    Latent attention: one kv head, ``values`` the first channels of ``key_cache``, and the workspace made for the width of the values.
+    Latent attention: one kv head, ``values`` the first channels of ``key_cache``, and the workspace made for the width of the values. The query may be
+    in its two parts, a `LatentQuery`.
 
     Raises:
         ValueError: what the operations raise, and a tier with float8 scales.
@@ -59,26 +62,27 @@ def decode_step(
     score(
         s.selector, s.tables, query, key_cache, records, block_table, seq_lens, scale=s.scale, softcap=s.softcap, sink_pages=s.sink_pages,
         window_pages=s.window_pages, k_scale=s.k_scale, scores=b.scores, base=b.base, forced=b.forced, partials=b.partials, scratch=workspace,
-        kernels=s.kernels, full_pages=s.rule.full_pages, overlap=s.overlap, overlap_first=s.overlap_first, settled=s.settled,
+        kernels=s.kernels, full_pages=s.rule.full_pages, overlap=s.overlap, settled=s.settled,
+        tier=values if isinstance(values, HostTier) and values.with_keys else None,
     )
     select(
         b.scores, b.base, b.forced, b.partials, seq_lens, group=workspace.group, rule=s.rule, sink_pages=s.sink_pages, window_pages=s.window_pages,
         ready=ready, pages=b.pages, counts=b.counts, covered=b.covered, kernels=s.kernels, keys=b.keys, overlap=s.overlap,
         settled=s.settled,
     )
-    if isinstance(values, ValueTier):
+    if isinstance(values, HostTier):
         if s.k_scale != 1.0 or s.v_scale != 1.0:
-            raise ValueError(f"k_scale is {s.k_scale} and v_scale {s.v_scale}; values in host memory are not float8, so both must be 1")
+            raise ValueError(f"k_scale is {s.k_scale} and v_scale {s.v_scale}; pages in host memory are not float8, so both must be 1")
         fetch(
             values, block_table, seq_lens, b.pages, b.counts, block_size=key_cache.shape[1], scratch=fetching, kernels=s.kernels,
-            overlap_previous=s.overlap,
+            overlap_previous=s.overlap, copies=copies,
         )
         attend_tiered(
-            query, key_cache, values, block_table, seq_lens, b.pages, b.counts, scale=s.scale, softcap=s.softcap, out=out, lse=lse, scratch=workspace,
-            kernels=s.kernels, overlap_previous=s.overlap,
+            joined(query, s.kernels), key_cache, values, block_table, seq_lens, b.pages, b.counts, scale=s.scale, softcap=s.softcap, out=out, lse=lse,
+            scratch=workspace, kernels=s.kernels, overlap_previous=s.overlap,
         )
         return
     attend(
         query, key_cache, values, block_table, seq_lens, b.pages, b.counts, scale=s.scale, softcap=s.softcap, k_scale=s.k_scale, v_scale=s.v_scale,
-        out=out, lse=lse, scratch=workspace, kernels=s.kernels, overlap_previous=s.overlap,
+        out=out, lse=lse, scratch=workspace, kernels=s.kernels, full_pages=s.rule.full_pages if s.settled else 0, overlap_previous=s.overlap,
     )

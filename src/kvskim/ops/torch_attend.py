@@ -16,16 +16,17 @@ def attend_torch(
 ) -> None:
     """Same arguments and results as `kvskim.ops.attend.attend`. Computes in float32, or in float64 when the query is float64."""
     attend_rows(
-        query, key_cache, lambda tokens: _rows(value_cache, tokens), block_table, seq_lens, pages, counts,
+        query, key_cache, lambda tokens: rows(key_cache, tokens), lambda tokens: rows(value_cache, tokens), block_table, seq_lens, pages, counts,
         scale=scale, softcap=softcap, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
     )
 
 
 def attend_rows(
-    query: Tensor, key_cache: Tensor, value_rows: Callable[[Tensor], Tensor], block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, *,
-    scale: float, softcap: float, k_scale: float, v_scale: float, out: Tensor, lse: Tensor | None,
+    query: Tensor, key_cache: Tensor, key_rows: Callable[[Tensor], Tensor], value_rows: Callable[[Tensor], Tensor], block_table: Tensor,
+    seq_lens: Tensor, pages: Tensor, counts: Tensor, *, scale: float, softcap: float, k_scale: float, v_scale: float, out: Tensor, lse: Tensor | None,
 ) -> None:
-    """`attend_torch` with values from wherever they are: ``value_rows`` gives rows ``[R, H, W, Dv]`` of physical tokens ``[R, H, W]``."""
+    """`attend_torch` with keys and values from wherever they are: ``key_rows`` and ``value_rows`` give rows ``[R, H, W, ..]`` of physical tokens
+    ``[R, H, W]``; ``key_cache`` is only asked for its sizes."""
     requests, query_heads, dim = query.shape
     heads = key_cache.shape[2]
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -37,7 +38,7 @@ def attend_rows(
     if width == 0:
         return
     live = positions < seq_lens.clamp(min=0)[:, None, None]
-    keys = _rows(key_cache, tokens).to(precision).masked_fill(~live[..., None], 0.0) * k_scale
+    keys = key_rows(tokens).to(precision).masked_fill(~live[..., None], 0.0) * k_scale
     values = value_rows(tokens).to(precision).masked_fill(~live[..., None], 0.0) * v_scale
     grouped = query.to(precision).view(requests, heads, query_heads // heads, dim)
     logits = scale * torch.einsum("rhgd,rhtd->rhgt", grouped, keys)
@@ -77,7 +78,7 @@ def gather_tokens(block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: 
     return torch.where(live[..., None], tokens, 0).flatten(2), positions.flatten(2)
 
 
-def _rows(cache: Tensor, tokens: Tensor) -> Tensor:
+def rows(cache: Tensor, tokens: Tensor) -> Tensor:
     """Rows ``[R, H, W, D]`` of a cache view ``[blocks, block_size, H, D]``."""
     size = cache.shape[1]
     head = torch.arange(cache.shape[2], device=cache.device)[None, :, None]

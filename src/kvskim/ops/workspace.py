@@ -10,7 +10,6 @@ from torch import Tensor
 from kvskim.layout import padded_group
 from kvskim.ops.attend_plan import attend_scratch_sizes
 from kvskim.ops.score import chunk_count, sketch_scratch_bytes
-from kvskim.ops.select import selecting_kernels
 from kvskim.rules import RuleParameters
 
 
@@ -79,7 +78,7 @@ class Workspace:
         self._scores = torch.empty(rows * page_capacity * columns, dtype=dtype, device=device)
         self._small = torch.empty(2 * rows * columns, dtype=torch.float32, device=device)
         self._partials = torch.empty(chunks * columns, dtype=torch.float32, device=device)
-        keys = rows * page_capacity if selecting_kernels(kernels, columns) == "triton" else 0
+        keys = rows * page_capacity if kernels == "triton" else 0
         self._keys = torch.empty(keys, dtype=torch.float32, device=device)
         self._pages = torch.empty(rows * self.table_capacity, dtype=torch.int32, device=device)
         self._counts = torch.empty(rows, dtype=torch.int32, device=device)

@@ -44,24 +44,54 @@ def available_host_memory(root: Path = Path("/")) -> int:
     return max(0, min(left))
 
 
-def host_memory_refusal(needed: int, available: int, blocks: int) -> str | None:
-    """Why ``needed`` bytes for the values of ``blocks`` KV cache blocks can't be had, in one sentence, or None."""
+def host_memory_refusal(needed: int, available: int, blocks: int, what: str = "values") -> str | None:
+    """Why ``needed`` bytes for the values (or ``what``) of ``blocks`` KV cache blocks can't be had, in one sentence, or None."""
     if needed == 0 or needed + SPARE <= available:
         return None
     fewer = max(0, available - SPARE) * blocks // needed
     return (
-        f"the values of {blocks} KV cache blocks take {needed / GIB:.1f} GiB of host memory, and {max(0, available - SPARE) / GIB:.1f} GiB can be had "
+        f"the {what} of {blocks} KV cache blocks take {needed / GIB:.1f} GiB of host memory, and {max(0, available - SPARE) / GIB:.1f} GiB can be had "
         f"with {SPARE // GIB} GiB left for other use: set --num-gpu-blocks-override to {fewer} or less, or variant to 'fast'"
     )
 
 
-def limit_refusal(needed: int, limit_gib: float | None, blocks: int) -> str | None:
-    """Why ``needed`` bytes for the values of ``blocks`` blocks are more than ``host_memory_gib`` allows, in one sentence, or None."""
+def limit_refusal(needed: int, limit_gib: float | None, blocks: int, what: str = "values") -> str | None:
+    """Why ``needed`` bytes for the values (or ``what``) of ``blocks`` blocks are more than ``host_memory_gib`` allows, in one sentence, or None."""
     if limit_gib is None or needed <= limit_gib * GIB:
         return None
     return (
-        f"the values of {blocks} KV cache blocks take {needed / GIB:.1f} GiB of host memory, and host_memory_gib is {limit_gib:g}: "
+        f"the {what} of {blocks} KV cache blocks take {needed / GIB:.1f} GiB of host memory, and host_memory_gib is {limit_gib:g}: "
         f"raise host_memory_gib, or set --num-gpu-blocks-override to {int(limit_gib * GIB * blocks / needed)} or less"
+    )
+
+
+def affordable_blocks(block_bytes: int, available: int, workers: int, limit_gib: float | None) -> int:
+    """Blocks of ``block_bytes`` bytes of host memory that each of so many workers of one machine can have.
+
+    Args:
+        block_bytes: of one worker.
+        available: bytes that all of them together can take, see `available_host_memory`; `SPARE` of it is left to others.
+        workers: how many.
+        limit_gib: most for each worker, or None.
+    """
+    share = max(0, available - SPARE) // workers
+    return (share if limit_gib is None else min(share, int(limit_gib * GIB))) // block_bytes
+
+
+def request_refusal(blocks: int, affordable: int, block_size: int, block_bytes: int) -> str | None:
+    """Why a request of ``blocks`` blocks, the longest there may be, can't be in host memory, in one sentence, or None.
+
+    Args:
+        blocks: of the request.
+        affordable: see `affordable_blocks`.
+        block_size: tokens of a block.
+        block_bytes: host memory of one.
+    """
+    if blocks <= affordable:
+        return None
+    return (
+        f"one request of --max-model-len takes {blocks * block_bytes / GIB:.1f} GiB of host memory, and {affordable * block_bytes / GIB:.1f} GiB can be had: "
+        f"set --max-model-len to {affordable * block_size} or less, raise host_memory_gib if it is set, or set variant to 'fast'"
     )
 
 
@@ -105,6 +135,33 @@ class HostMemory:
         self.bytes = None
         if self._unlock is not None:
             self._unlock()
+
+
+class _Exported:
+    """Bytes for others to read and write where they are: the protocol by which libraries hand GPU memory to each other."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory  # lives as long as what is made of it
+        self.__cuda_array_interface__ = dict(version=2, shape=(memory.numel(),), typestr="|u1", strides=None, data=(memory.data_ptr(), False))
+
+
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """Page-locked host memory as a tensor of the GPU that reads it over the bus; nothing is copied.
+
+    Args:
+        host: contiguous, page-locked by this process.
+        device: a GPU.
+
+    Raises:
+        UnsupportedError: the GPU sees the memory at another address than the host.
+    """
+    flat = host.view(-1).view(torch.uint8)
+    # The first piece alone at first: were it a copy, it would be a small one.
+    for part in (flat[:16], flat):
+        result = torch.as_tensor(_Exported(part), device=device)
+        if result.data_ptr() != host.data_ptr():
+            raise UnsupportedError("this GPU does not read page-locked host memory at the addresses that the host has for it: set variant to 'fast'")
+    return result.view(host.dtype).view(host.shape)
 
 
 def _unlock(memory: Tensor) -> None:

@@ -1,10 +1,11 @@
-"""Values in host memory give the tokens of values in GPU memory: 64 prompts, with prefix hits, preemption and a hot cache of a few pages.
+"""Values, or keys and values, in host memory give the tokens of GPU memory: 64 prompts, with prefix hits, preemption and a hot cache of a few pages.
 
-Engines of variant ``fast`` and ``mem-v`` with the same rule run the same prompts, all on one GPU side by side. With ``--blocks`` they have few blocks, so that
-requests are preempted, and the tiny hot cache makes values come from the host again and again. Tokens must be equal, every one. At the end the hot
-caches are compared with the host. Without a number of blocks both variants have the same memory: there the script prints how many blocks each makes.
+Engines of variant ``fast`` and of the variants asked for run the same prompts by the same rule, all on one GPU side by side. With ``--blocks`` they have
+few blocks, so that requests are preempted, and the tiny hot cache makes pages come from the host again and again. Tokens must be equal, every one. At
+the end the hot caches are compared with the host, and the records of all live pages with fresh ones. Without a number of blocks all variants
+have the same memory for their cache: there the script prints how many blocks each makes.
 
-    python tests/gpu/vllm/tier.py --model /tmp/smollm2
+    python tests/gpu/vllm/tier.py --model /tmp/smollm2 --variant mem-kv
 """
 
 import json
@@ -21,8 +22,11 @@ RULES = {
     "few pages": {"selector": "rki4", "rule": "budget", "budget_pages": 16, "full_pages": 0},
     "all pages": {"selector": "rki4", "rule": "budget", "budget": 1.0, "full_pages": 0},
 }
+VARIANTS = ("mem-v", "mem-kv")
 TINY = 0.004
-"""GiB of hot cache for all layers: some 70 slots in each of the 30 layers of SmolLM2-135M."""
+"""GiB of hot cache for all layers: 69 slots in each of the 30 layers of SmolLM2-135M for values, 34 for keys and values."""
+LARGE = {"mem-v": {}, "mem-kv": {"host_memory_gib": 20.0, "hot_cache_gib": 1.0}}
+"""Settings of the engines that size their cache by themselves. Without keys the GPU has room for more blocks than all engines' host memory."""
 
 
 def work(spec_file: str, result_file: str) -> None:
@@ -59,9 +63,11 @@ def work(spec_file: str, result_file: str) -> None:
         seconds.append(time.perf_counter() - started)
     torch.cuda.synchronize()
     counters = [layer.tier.counters.tolist() for layer in state.layers.values() if layer.tier is not None]
+    pages = probe.live_pages(llm)
     result = dict(
         tokens=[output.tokens for output in outputs], hits=sum(output.cached_tokens > 0 for output in outputs), preempted=sum(preempted.values()),
         blocks=int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks), untrue=sum(probe.untrue_copies(state).values()),
+        live=len(pages), untrue_records=sum(probe.untrue_records(state, pages).values()),
         counters=[sum(numbers) for numbers in zip(*counters)], slots=[layer.tier.slots for layer in state.layers.values() if layer.tier is not None][:1],
         seconds=seconds, kernels=state.kernels.kernels, layers=len(state.layers),
     )
@@ -70,6 +76,7 @@ def work(spec_file: str, result_file: str) -> None:
 
 def main() -> int:
     arguments = parser(__doc__)
+    arguments.add_argument("--variant", default="both", choices=[*VARIANTS, "both"])
     arguments.add_argument("--mode", default="full")
     arguments.add_argument("--prompts", type=int, default=64)
     arguments.add_argument("--tokens", type=int, default=64)
@@ -81,12 +88,15 @@ def main() -> int:
     lengths = [20 + 2500 * (7 * i % a.prompts) // a.prompts for i in range(a.prompts)]
     prompts = [ids[:n] if i % 2 else ids[3000 + 300 * i : 3000 + 300 * i + n] for i, n in enumerate(lengths)]
     jobs = {}
+    variants = VARIANTS if a.variant == "both" else (a.variant,)
     for name, rule in RULES.items():
         few = dict(num_gpu_blocks_override=a.blocks, max_num_batched_tokens=1024)
         jobs[f"fast, {name}, {a.blocks} blocks"] = ({"variant": "fast", **rule}, few)
-        jobs[f"mem-v, {name}, {a.blocks} blocks, tiny hot cache"] = ({"variant": "mem-v", "hot_cache_gib": TINY, **rule}, few)
+        for variant in variants:
+            jobs[f"{variant}, {name}, {a.blocks} blocks, tiny hot cache"] = ({"variant": variant, "hot_cache_gib": TINY, **rule}, few)
     jobs["fast, few pages, 8 GiB"] = ({"variant": "fast", **RULES["few pages"]}, {})
-    jobs["mem-v, few pages, 8 GiB"] = ({"variant": "mem-v", **RULES["few pages"]}, {})
+    for variant in variants:
+        jobs[f"{variant}, few pages, 8 GiB"] = ({"variant": variant, **LARGE[variant], **RULES["few pages"]}, {})
     results, problems = {}, []
     with tempfile.TemporaryDirectory() as folder:
         processes = {}
@@ -109,36 +119,41 @@ def main() -> int:
             else:
                 problems.append(f"the engine '{name}' failed or was not done in time")
                 print(f"--- last lines of '{name}'\n{log.read_text(errors='replace')[-3000:]}", flush=True)
-            if "mem-v" in name:
+            if name.startswith(VARIANTS):
                 said = ("host memory", "page-locked", "hot cache")
                 print("\n".join(line for line in log.read_text(errors="replace").splitlines() if any(words in line for words in said)))
     rows = []
     for name, result in results.items():
-        reference = results.get(name.replace("mem-v", "fast").replace(", tiny hot cache", ""))
+        variant = name.partition(",")[0]
+        reference = results.get(name.replace(variant, "fast").replace(", tiny hot cache", ""))
         equal = sum(x == y for x, y in zip(result["tokens"], reference["tokens"])) if reference else 0
         count = len(result["tokens"])
         selected, missing, copied = result["counters"] or (0, 0, 0)
         rows.append([
             name, result["kernels"], str(result["blocks"]), f"{equal}/{count}", str(result["hits"]), str(result["preempted"]), str(result["slots"] or ""),
             f"{1 - missing / selected:.1%}" if selected else "", str(missing - copied) if selected else "", str(result["untrue"]),
-            " ".join(f"{seconds:.1f}" for seconds in result["seconds"]),
+            f"{result['untrue_records']} of {result['live']} pages", " ".join(f"{seconds:.1f}" for seconds in result["seconds"]),
         ])
         if reference and equal < count:
             problems.append(f"{name}: {count - equal} of {count} prompts have other tokens")
-        if "mem-v" in name and not selected:
+        if variant != "fast" and not selected:
             problems.append(f"{name}: nothing was fetched")
         if result["untrue"]:
-            problems.append(f"{name}: {result['untrue']} values in the hot cache are not those on the host")
+            problems.append(f"{name}: {result['untrue']} pages in the hot cache are not those on the host")
+        if result["untrue_records"] or not result["live"]:
+            problems.append(f"{name}: {result['untrue_records']} records of {result['live']} live pages are not those of their keys")
         if not result["hits"]:
             problems.append(f"{name}: no prompt hit the prefix cache")
         if f"{a.blocks} blocks" in name and not result["preempted"]:
             problems.append(f"{name}: no request was preempted")
         if "tiny" in name and missing == copied:
             problems.append(f"{name}: the hot cache had room for all, so it was not tiny")
-    print(table(["engine", "kernels", "blocks", "equal", "hits", "preempted", "slots", "hot", "homeless", "untrue", "seconds"], rows))
-    one, two = (results.get(f"{variant}, few pages, 8 GiB") for variant in ("fast", "mem-v"))
-    if one and two:
-        print(f"blocks of mem-v / fast in the same memory: {two['blocks'] / one['blocks']:.3f}")
+    print(table(["engine", "kernels", "blocks", "equal", "hits", "preempted", "slots", "hot", "homeless", "untrue", "untrue records", "seconds"], rows))
+    one = results.get("fast, few pages, 8 GiB")
+    for variant in variants:
+        two = results.get(f"{variant}, few pages, 8 GiB")
+        if one and two:
+            print(f"blocks of {variant} / fast with 8 GiB for the cache: {two['blocks'] / one['blocks']:.3f}")
     for problem in problems:
         print(f"FAIL: {problem}")
     return int(bool(problems))

@@ -1,116 +1,179 @@
-"""Times of the operations on values in host memory, head size 128, 8 kv heads of 4 query heads, one layer: CUDA graphs over several layers, medians.
+"""What values, or keys and values, in host memory cost and save: time per token beside variant ``fast``, blocks, hit rate, bytes over the bus, GPU memory.
 
-The hot cache has as many slots as a selection has pages, and two selections take turns that differ in a share of their pages: so that share is missing in each
-fetch. "resident" is attention with values in GPU memory.
+One engine after the other, each with the same memory for its cache: what the hot cache takes comes off the memory for blocks. A geometry runs without
+weights and with a filled cache; there selections change from step to step as they do with random keys. A folder with weights prefills a text.
 
-    python tests/gpu/vllm/tier_speed.py
+    python tests/gpu/vllm/tier_speed.py --variant fast,mem-kv
+    python tests/gpu/vllm/tier_speed.py --model /tmp/smollm2 --cases 1x8K,8x4K --memory 2 --host 8
+    python tests/gpu/vllm/tier_speed.py --model glm4-9b-1m --cases 1x1M --variant fast,mem-kv --memory 12 --fast-memory 90 --hot 6 --host 90
 """
 
-from types import SimpleNamespace
-from typing import Any
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
 
-import torch
 from common import table
-from torch import Tensor
 
-from kvskim.bench.timing import time_graph
-from kvskim.ops.attend import attend, required_partials
-from kvskim.ops.attend_tiered import attend_tiered
-from kvskim.ops.fetch import fetch, fetch_scratch
-from kvskim.tier.host_memory import HostMemory
-from kvskim.tier.values import ValueTier, make_tier
-
-HEADS, GROUP, DIM, LAYERS = 8, 4, 128, 3
-CASES = {"1 x 128K": (1, 8192, 410), "8 x 32K": (8, 2048, 102), "32 x 16K": (32, 1024, 51)}
-MISSING = (0.0, 0.02, 0.1, 1.0)
+GIB = 2**30
+HOT = {"mem-v": 0.012, "mem-kv": 0.5}
+"""Share of ``--memory`` that is hot cache where ``--hot`` is not given, as in an engine."""
 
 
-class Case:
-    """``rows`` requests of ``pages`` pages each, of which ``chosen`` are selected for each kv head."""
+def work(spec_file: str, result_file: str) -> None:
+    """One engine."""
+    spec = json.loads(Path(spec_file).read_text())
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.pop("KVSKIM_DISABLE", None)
 
-    def __init__(self, rows: int, pages: int, chosen: int) -> None:
-        self.rows, self.pages, self.chosen = rows, pages, chosen
-        total = rows * pages
-        self.keys = torch.randn(total, 16, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-        self.values = [torch.randn(total, 16, HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
-        self.block_table = torch.randperm(total, device="cuda").int().view(rows, pages)
-        self.seq_lens = torch.full((rows,), pages * 16, device="cuda", dtype=torch.int32)
-        self.query = torch.randn(rows, HEADS * GROUP, DIM, device="cuda", dtype=torch.bfloat16)
-        self.order = torch.rand(rows, HEADS, pages, device="cuda").argsort(-1)
-        self.counts = torch.full((rows, HEADS), chosen, device="cuda", dtype=torch.int32)
-        self.memory = [HostMemory(total * HEADS * 16 * DIM * 2) for _ in range(LAYERS)]
-        self.hosts = [memory.view((total, HEADS, 16, DIM), torch.bfloat16) for memory in self.memory]
-        for host, values in zip(self.hosts, self.values):
-            host.copy_(values.transpose(1, 2).cpu())
-        self.scratch = fetch_scratch(rows * HEADS, rows * HEADS * chosen, "cuda")
-        need = required_partials(self.query, self.keys, self.keys, self.block_table)
-        self.buffers: Any = SimpleNamespace(
-            attend_partials=torch.empty(need, device="cuda"), attend_tickets=torch.zeros(rows * HEADS, device="cuda", dtype=torch.int32)
-        )
-        self.out = torch.empty_like(self.query)
+    import torch
 
-    def selection(self, first: int) -> Tensor:
-        return self.order[..., first : first + self.chosen].sort(-1).values.int().contiguous()
+    from kvskim.bench.e2e_engine import EngineBench, Prompts
+    from kvskim.bench.e2e_plan import KVSKIM, Job
+    from kvskim.engines.vllm import probe, sampler
+    from kvskim.engines.vllm.check import attention_backend
 
-    def tiers(self) -> list[ValueTier]:
-        return [make_tier(host, self.rows * HEADS * self.chosen, "cuda") for host in self.hosts]
+    backend = attention_backend(spec["llm"]["model"], spec["settings"])
+    from vllm import LLM
 
-    def fetch(self, tier: ValueTier, pages: Tensor, kernels: str) -> None:
-        selection = (self.block_table, self.seq_lens, pages, self.counts)
-        fetch(tier, *selection, block_size=16, scratch=self.scratch, kernels=kernels, overlap_previous=kernels == "cuda")
+    text = []
+    if spec["real"]:
+        from common import text_ids
 
-    def attend(self, values: Tensor | ValueTier, pages: Tensor) -> None:
-        rest = (self.block_table, self.seq_lens, pages, self.counts)
-        how: dict[str, Any] = dict(scale=0.09, out=self.out, scratch=self.buffers, kernels="cuda", overlap_previous=True)
-        if isinstance(values, ValueTier):
-            attend_tiered(self.query, self.keys, values, *rest, **how)
-        else:
-            attend(self.query, self.keys, values, *rest, **how)
-
-    def release(self) -> None:
-        for memory in self.memory:
-            memory.release()
-
-
-def measure(name: str, case: Case) -> list[list[str]]:
+        text = text_ids(spec["llm"]["model"])
+    started = time.perf_counter()
+    llm = LLM(**spec["llm"], attention_backend=backend, additional_config={"kvskim": spec["settings"]})
+    start = time.perf_counter() - started
+    state = probe.state_of(llm)
+    assert state is not None
+    prompts = Prompts(int(llm.llm_engine.vllm_config.model_config.get_vocab_size()), text)
+    bench = EngineBench(llm, KVSKIM, prompts, filled=not spec["real"], repetitions=spec["repetitions"])
+    bench.calibrate()
+    blocks = int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+    layers = list(state.layers.values())
+    bound = [getattr(layer, "kv_cache", None) for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()]
+    cache = sum(tensor.nbytes for tensor in bound if isinstance(tensor, torch.Tensor))
+    hot = sum(layer.tier.hot.nbytes for layer in layers if layer.tier is not None)
+    host = sum(layer.tier.host.nbytes for layer in layers if layer.tier is not None)
     rows = []
-    one = case.selection(0)
-    nbytes = case.rows * HEADS * case.chosen * 16 * DIM * 2
-    for kernels in ("cuda", "triton"):
-        for share in MISSING:
-            other, tiers = case.selection(round(share * case.chosen)), case.tiers()
-            for tier in tiers:
-                case.fetch(tier, one, kernels)
-            launches = [lambda t=tier, p=pages, k=kernels: case.fetch(t, p, k) for pages in (other, one) for tier in tiers]
-            time = time_graph(launches)
-            before = tiers[0].counters.clone()
-            for launch in launches:
-                launch()
-            selected, missing, _ = (tiers[0].counters - before).tolist()
-            rate = f"{missing / selected * nbytes / time.median / 1e3:.1f}" if missing else ""
-            rows.append([name, f"fetch, {kernels}", f"{missing / selected:.1%}", f"{time.median:.1f}", rate])
-    resident = time_graph([lambda v=values: case.attend(v, one) for values in case.values])
-    rows.append([name, "attend, resident", "", f"{resident.median:.1f}", ""])
-    tiers = case.tiers()
-    direct = time_graph([lambda t=tier: case.attend(t, one) for tier in tiers], repetitions=3)
-    rows.append([name, "attend, nothing hot", "100.0%", f"{direct.median:.1f}", f"{nbytes / direct.median / 1e3:.1f}"])
-    for tier in tiers:
-        case.fetch(tier, one, "cuda")
-    hot = time_graph([lambda t=tier: case.attend(t, one) for tier in tiers])
-    rows.append([name, "attend, all hot", "0.0%", f"{hot.median:.1f}", ""])
-    both = time_graph([lambda t=tier: (case.fetch(t, one, "cuda"), case.attend(t, one)) for tier in tiers])
-    rows.append([name, "fetch and attend, all hot", "0.0%", f"{both.median:.1f}", ""])
-    return rows
+
+    def fetched_in(tokens: int, job: Job, ids: list[list[int]]) -> torch.Tensor:
+        before = sampler.fetched(layers, torch.device("cuda"))
+        bench._decode_seconds(ids, tokens, 0 if spec["real"] else job.context)
+        return sampler.fetched(layers, torch.device("cuda")) - before
+
+    for key in spec["jobs"]:
+        job = Job(**key)
+        try:
+            value = bench.decode(job)
+            # As with times: what only the longer outputs fetched is what a step fetches once the hot cache is warm.
+            short, long = job.output_lengths
+            ids = [prompts.take(job.context - long) for _ in range(job.batch)]
+            selected, missing, homeless, nbytes = (-fetched_in(short, job, ids) + fetched_in(long, job, ids)).tolist()
+        except Exception as error:  # the other cases are worth having
+            rows.append(dict(job=key, error=f"{type(error).__name__}: {error}"))
+            continue
+        activity = value["activity"]
+        rows.append(dict(
+            job=key, tpot_ms=value["tpot_ms"], runs=value["runs_ms"], attended=activity["attended"] / max(1, activity["total"]),
+            hit=1 - missing / selected if selected else None, homeless=homeless / selected if selected else None,
+            token_bytes=nbytes / (long - short) / job.batch if selected else None,
+        ))
+    room = 0 if state.host_cache is None else state.host_cache.room_bytes
+    result = dict(start=start, blocks=blocks, cache=cache, hot=hot, host=host, room=room, kernels=state.kernels.kernels, rows=rows)
+    Path(result_file).write_text(json.dumps(result))
 
 
-def main() -> None:
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--model", default="llama3.1-8b", help="a geometry of `kvskim bench e2e`, or a folder with weights")
+    arguments.add_argument("--variant", default="fast,mem-v,mem-kv", help="comma list")
+    arguments.add_argument("--cases", default="1x128K,8x32K")
+    arguments.add_argument("--memory", type=float, default=40.0, help="GiB of GPU memory for blocks and hot cache together")
+    arguments.add_argument("--fast-memory", type=float, default=None, help="the same of variant fast, where it needs more")
+    arguments.add_argument("--hot", type=float, default=None, help="GiB of hot cache")
+    arguments.add_argument("--host", type=float, default=60.0, help="GiB of host memory")
+    arguments.add_argument("--settings", default=None, help="more settings as JSON; for a geometry 400 pages if nothing is said")
+    arguments.add_argument("--repetitions", type=int, default=2)
+    arguments.add_argument("--seconds", type=float, default=540.0, help="most time for all engines")
+    a = arguments.parse_args()
+
+    from kvskim.bench.e2e_plan import decode_jobs, engine_arguments, find_model
+    from kvskim.bench.geometries import write_geometry
+    from kvskim.bench.random_calibration import write_random_calibration
+
+    real = Path(a.model, "config.json").is_file()
+    model, jobs = find_model(a.model, real=real), decode_jobs(a.cases, None, None)
+    end, results, problems = time.monotonic() + a.seconds, {}, []
+    with tempfile.TemporaryDirectory() as name:
+        folder = model.folder or write_geometry(model.name, Path(name))
+        settings = json.loads(a.settings) if a.settings else {} if real else {"rule": "budget", "budget_pages": 400}
+        if not real and settings.get("selector", "sketch") == "sketch":
+            write_random_calibration(folder, Path(name, "calibration.safetensors"))
+            settings["calibration"] = str(Path(name, "calibration.safetensors"))
+        for variant in a.variant.split(","):
+            memory = a.fast_memory if variant == "fast" and a.fast_memory else a.memory
+            own = {"variant": variant, **settings}
+            if variant != "fast":
+                own |= {"hot_cache_gib": a.hot or HOT[variant] * memory, "host_memory_gib": a.host}
+                memory -= own["hot_cache_gib"]
+            llm = engine_arguments(jobs, real=real, memory=0.9, blocks=None)
+            llm |= dict(model=str(folder), kv_cache_memory_bytes=int(memory * GIB), seed=0)
+            spec, result, log = (Path(name, f"{kind}-{variant}") for kind in ("spec", "result", "log"))
+            spec.write_text(json.dumps(dict(llm=llm, settings=own, real=real, repetitions=a.repetitions, jobs=[asdict(job) for job in jobs])))
+            with log.open("w") as output:
+                process = subprocess.Popen([sys.executable, __file__, "--worker", str(spec), str(result)], stdout=output, stderr=subprocess.STDOUT)
+                try:
+                    process.wait(timeout=max(1.0, end - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            if process.returncode == 0 and result.is_file():
+                results[variant] = json.loads(result.read_text())
+            else:
+                problems.append(f"the engine '{variant}' failed or was not done in time")
+                print(f"--- last lines of '{variant}'\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+            if variant != "fast":
+                said = ("host memory", "page-locked", "hot cache")
+                print("\n".join(line for line in log.read_text(errors="replace").splitlines() if any(words in line for words in said)), flush=True)
+    header = ["engine", "start s", "blocks", "GPU GiB: cache", "hot", "prompts", "sum", "host GiB"]
+    print(table(header, [
+        [
+            variant, f"{r['start']:.0f}", str(r["blocks"]), *(f"{r[part] / GIB:.2f}" for part in ("cache", "hot", "room")),
+            f"{(r['cache'] + r['hot'] + r['room']) / GIB:.2f}", f"{r['host'] / GIB:.2f}",
+        ]
+        for variant, r in results.items()
+    ]))
+    print()
+    header = ["case", "engine", "kernels", "ms/token", "of fast", "attended", "hit", "homeless", "MB/token over the bus", "runs"]
     rows = []
-    for name, sizes in CASES.items():
-        case = Case(*sizes)
-        rows += measure(name, case)
-        case.release()
-    print(table(["case", "operation", "missing", "us", "GB/s from the host"], rows))
+    for i, job in enumerate(jobs):
+        fast = results.get("fast", {}).get("rows", [{}] * len(jobs))[i].get("tpot_ms")
+        for variant, r in results.items():
+            row = r["rows"][i]
+            if "error" in row:
+                rows.append([job.title, variant, r["kernels"], row["error"]])
+                rows[-1] += [""] * (len(header) - len(rows[-1]))
+                problems.append(f"{job.title} of {variant} gave no time")
+                continue
+            percent = [f"{row[part]:.1%}" if row[part] is not None else "" for part in ("attended", "hit", "homeless")]
+            moved = f"{row['token_bytes'] / 1e6:.2f}" if row["token_bytes"] is not None else ""
+            ratio = f"{row['tpot_ms'] / fast:.2f}x" if fast else ""
+            runs = " ".join(f"{run:.2f}" for run in row["runs"])
+            rows.append([job.title, variant, r["kernels"], f"{row['tpot_ms']:.2f}", ratio, *percent, moved, runs])
+    print(table(header, rows))
+    for problem in problems:
+        print(f"FAIL: {problem}")
+    return int(bool(problems))
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--worker"]:
+        work(*sys.argv[2:])
+        sys.exit(0)
+    sys.exit(main())

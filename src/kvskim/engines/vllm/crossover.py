@@ -13,8 +13,9 @@ SPARE_BYTES = 20 << 20
 That time hardly depends on the batch size, the K and V of all pages do: so the length at which choosing starts to pay falls with the batch.
 """
 
-LATENT_SPARE_BYTES = 40 << 20
-"""The same for the rows of latent attention, where preparing 576 channels for many query heads takes longer: an estimate, not measured yet."""
+LATENT_SPARE_BYTES = 24 << 20
+"""The same for the rows of latent attention, from docs/benchmarks/latent-step.txt: for one row, attending all of 1,500 pages takes about as long as the step
+that chooses 128 of them. For more than 16 query heads both take longer, choosing and attending all, and the same length is an estimate."""
 
 LEAST_SHARES = 8
 """Fewer pairs of row and kv head than this count as so many; not with latent attention, whose one kv head is shared out in more splits."""

@@ -6,6 +6,8 @@ it the page is the last but one. So with a window of two pages or more no record
 any time after the keys are in the cache and before the next step. Captured steps of that kind make records on a side stream, forked behind the write
 of the cache in every layer and joined once, behind attention of the last layer, so that no kernel of the main stream waits for them. Eager steps,
 steps with prefills and smaller windows make them at once.
+
+What attention has read from host memory is copied into the hot cache in the same way: behind attention of its layer, beside what follows.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class CudaStreams:
 
 
 class EncodeOrder:
-    """Makes the records of each layer of a pass of the model, at once or forked, and joins.
+    """Makes the records of each layer of a pass of the model, at once or forked, runs other work of a layer on the same side stream, and joins.
 
     A pass calls `written`, then `attended`, for one layer after the other. Which layer is the last one is learnt from the pass before (vLLM warms up
     before it captures); until it is known, and behind a layer where the side stream was joined, nothing is forked: a graph with a stream that is not
@@ -75,6 +77,7 @@ class EncodeOrder:
         self._previous: str | None = None
         self._last: str | None = None
         self._joined = False
+        self._pending = False
 
     def written(self, layer: str, encode: Callable[[bool], None], *, alone: bool) -> None:
         """The keys of a layer are in the cache: make its records.
@@ -85,16 +88,26 @@ class EncodeOrder:
             alone: the step has decode rows of one token and no others, and attention of the layer follows in the same graph if there is one.
         """
         self._enter(layer)
-        joins = self._last is not None and not self._joined
-        if alone and joins and self._window_pages >= SMALLEST_WINDOW and self.streams is not None and self.streams.capturing():
+        if self._window_pages >= SMALLEST_WINDOW and self.may_fork(alone=alone):
             self.forked += 1
-            self.streams.fork(lambda: encode(True))
+            self.fork(lambda: encode(True))
         else:
             encode(False)
 
+    def may_fork(self, *, alone: bool) -> bool:
+        """Whether work of this layer that nothing of this step waits for may run on the side stream; ``alone`` as in `written`."""
+        joins = self._last is not None and not self._joined
+        return alone and joins and self.streams is not None and self.streams.capturing()
+
+    def fork(self, work: Callable[[], None]) -> None:
+        """Run it on the side stream, behind what is on the current stream so far; only where `may_fork` says so, and before `attended`."""
+        assert self.streams is not None
+        self._pending = True
+        self.streams.fork(work)
+
     def attended(self, layer: str) -> None:
-        """Attention of a layer is on the current stream."""
-        if self.forked and not self._joined and layer == self._last:
+        """Attention of a layer is on the current stream, and all other work of it under way."""
+        if self._pending and not self._joined and layer == self._last:
             assert self.streams is not None
             self.streams.join()
             self._joined = True
@@ -105,5 +118,5 @@ class EncodeOrder:
         elif layer == self._first:
             self._last = self._previous
             # What a pass that failed has left does not concern this one.
-            self.forked, self._joined = 0, False
+            self.forked, self._joined, self._pending = 0, False, False
         self._previous = layer

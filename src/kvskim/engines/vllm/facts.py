@@ -35,7 +35,7 @@ def engine_facts(vllm_config: VllmConfig, config: SkimConfig) -> EngineFacts:
         overlapped_batches=bool(getattr(parallel, "enable_dbo", False)),
         variant=config.variant,
         speculative=vllm_config.speculative_config is not None,
-        pinned_memory=config.variant != "mem-v" or bool(current_platform.is_pin_memory_available()),
+        pinned_memory=config.variant == "fast" or bool(current_platform.is_pin_memory_available()),
         dense_layers=config.dense_layers not in (0, ()),
         page_frame=bool(config.selector_options.get("page_frame", False)),
         selector=config.selector,

@@ -66,8 +66,8 @@ class SkimImpl(FlashAttentionImpl):
             # A checkpoint may ask for another type of cache than the engine was started with, and a layer may be left out of that.
             engine = replace(engine_facts(self._vllm_config, self.skim_state.config), cache_dtype=str(kv_cache_dtype))
             self.dense_because = self.skim_state.refuse(engine_refusal(engine) or layer_refusal(facts))
-            if self.dense_because is None and self.skim_state.host_values is not None:
-                self.skim_state.host_values.look_ahead(num_kv_heads, head_size)
+            if self.dense_because is None and self.skim_state.host_cache is not None:
+                self.skim_state.host_cache.look_ahead(num_kv_heads, head_size)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Find out which layer this is, and put its records beside it. vLLM calls this once per layer after loading, or again on a reload."""
@@ -97,9 +97,9 @@ class SkimImpl(FlashAttentionImpl):
         self._refuse_mixture()
 
     def _refuse_mixture(self) -> None:
-        """Values in host memory are all layers' or none's: vLLM's blocks have one size."""
-        host_values = self.skim_state.host_values
-        refusal = tier_layer_refusal(self.skim_state.dense) if host_values is not None and host_values.layers else None
+        """What is in host memory is so for all layers or none: vLLM's blocks have one size."""
+        host_cache = self.skim_state.host_cache
+        refusal = tier_layer_refusal(self.skim_state.dense, self.skim_state.config.variant) if host_cache is not None and host_cache.layers else None
         if refusal is not None:
             raise UnsupportedError(refusal)
 
@@ -130,7 +130,7 @@ class SkimImpl(FlashAttentionImpl):
         if attn_metadata.capture and self.skim_state.calibrator is not None:
             self.skim_state.calibrator.capture(sparse, query, key, attn_metadata.capture)
         rows = attn_metadata.decode_rows
-        if rows == 0 and self.skim_state.host_values is None:
+        if rows == 0 and self.skim_state.host_cache is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantisation is not supported")
@@ -139,10 +139,10 @@ class SkimImpl(FlashAttentionImpl):
             self.skim_state.decode(
                 sparse, query[:rows], kv_cache, attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], output[:rows], alone=rest is None
             )
-        if self.skim_state.host_values is not None:
+        if self.skim_state.host_cache is not None:
             for staged in attn_metadata.staged:
                 at = staged.tokens
-                room = self.skim_state.host_values.stage(sparse, kv_cache, staged)
+                room = self.skim_state.host_cache.stage(sparse, kv_cache, staged)
                 super().do_kv_cache_update(layer, key[at], value[at], room, staged.slots)
                 super().forward(layer, query[at], key[at], value[at], room, staged.metadata, output[at])
         elif rest is not None:
@@ -151,13 +151,14 @@ class SkimImpl(FlashAttentionImpl):
 
     def do_kv_cache_update(self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write K and V, then the records of the pages that this completes."""
-        host_values = self.skim_state.host_values
-        if host_values is None or self.skim_layer is None or kv_cache.numel() == 0:
+        host_cache = self.skim_state.host_cache
+        if host_cache is None or self.skim_layer is None or kv_cache.numel() == 0:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         else:
-            # The cache has keys and no values: they are written twice to the same place, which costs less than a kernel of our own.
-            super().do_kv_cache_update(layer, key, key, kv_cache.expand(-1, 2, -1, -1, -1), slot_mapping)
-            host_values.store(self.skim_layer, value, slot_mapping)
+            if not host_cache.with_keys:
+                # The cache has keys and no values: they are written twice to the same place, which costs less than a kernel of our own.
+                super().do_kv_cache_update(layer, key, key, kv_cache.expand(-1, 2, -1, -1, -1), slot_mapping)
+            host_cache.store(self.skim_layer, key, value, slot_mapping)
         if self.skim_layer is not None and kv_cache.numel() > 0:
             self.skim_state.keys_written(self.skim_layer, slot_mapping, alone=decodes_alone(self.skim_layer.name))
 

@@ -27,7 +27,7 @@ class SkimMetadata(FlashAttentionMetadata):
 
     ``decode_rows``: rows 0 .. decode_rows - 1 have one query token each, token i for row i; sparse layers decode them sparsely.
     ``rest``: FlashAttention's metadata of the other rows, where there are any besides decode rows. ``capture``: tokens of this step that
-    calibration reads. ``staged``: the other rows where values are in host memory, which ``rest`` does not serve.
+    calibration reads. ``staged``: the other rows where values, or both, are in host memory, which ``rest`` does not serve.
     """
 
     decode_rows: int = 0
@@ -82,9 +82,9 @@ class SkimMetadataBuilder(FlashAttentionMetadataBuilder):
         unused = self._all_sparse and decode_rows > 0
         whole = super().build(common_prefix_len, common, fast_build or unused)
         staged: tuple[StagedRows, ...] = ()
-        if state.host_values is not None and decode_rows < common.num_reqs:
+        if state.host_cache is not None and decode_rows < common.num_reqs:
             size = int(self.kv_cache_spec.block_size)
-            staged = plan_staging(whole if rest is None else rest, common, decode_rows, size, state.host_values.room_blocks(size))
+            staged = plan_staging(whole if rest is None else rest, common, decode_rows, size, state.host_cache.room_blocks(size))
         return SkimMetadata(**vars(whole), decode_rows=decode_rows, rest=rest, capture=capture, staged=staged)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashAttentionMetadata:

@@ -20,7 +20,7 @@ from kvskim.engines.vllm.mla_loading import call_after_loading, plain_defaults
 from kvskim.engines.vllm.mla_metadata import SkimMlaMetadata
 from kvskim.engines.vllm.state import LayerState, SkimState
 from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal, mla_refusal
-from kvskim.ops.join_query import join_query
+from kvskim.ops.latent_query import LatentQuery
 
 
 class SkimMlaImpl(FlashAttnMLAImpl):
@@ -137,13 +137,9 @@ class SkimMlaImpl(FlashAttnMLAImpl):
         decode = attn_metadata.decode
         if sparse is None or decode.max_query_len > 1:
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-        if isinstance(q, tuple):
-            query = q[0].new_empty(*q[0].shape[:2], self.head_size)
-            join_query(*q, out=query, kernels=self.skim_state.kernels.kernels)
-        else:
-            query = q.contiguous()
+        query = LatentQuery(*q) if isinstance(q, tuple) else q.contiguous()
         rows = query.shape[0]
-        out = query.new_empty(rows, self.num_heads, self.kv_lora_rank)
+        out = torch.empty(rows, self.num_heads, self.kv_lora_rank, dtype=query.dtype, device=query.device)
         self.skim_state.decode(
             sparse, query, kv_c_and_k_pe_cache, decode.block_table[:rows], decode.seq_lens[:rows], out, alone=attn_metadata.num_prefills == 0
         )

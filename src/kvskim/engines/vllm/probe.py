@@ -18,7 +18,7 @@ from kvskim.engines.vllm.calibrate import ENCODE_PAGES
 from kvskim.engines.vllm.report import Activity, last_step
 from kvskim.engines.vllm.state import LayerState, SkimState
 from kvskim.layout import PAGE_TOKENS
-from kvskim.ops.encode import encode
+from kvskim.ops.encode import encode, encoders
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def live_pages(llm: Any) -> Tensor:
 
 @torch.inference_mode()
 def untrue_records(state: SkimState, pages: Tensor) -> dict[str, int]:
-    """Re-encode pages from the keys in the cache and compare with their stored records, byte by byte.
+    """Re-encode pages from the keys in the cache and compare with their stored records, byte by byte, by each encoder that may have made them.
 
     Args:
         state: of an engine whose calibration is ready.
@@ -131,7 +131,7 @@ def untrue_records(state: SkimState, pages: Tensor) -> dict[str, int]:
 
 @torch.inference_mode()
 def untrue_copies(state: SkimState) -> dict[str, int]:
-    """For each layer with values in host memory, in how many ways its hot cache is not what the directory says; see `kvskim.tier.values.ValueTier`.
+    """For each layer with values in host memory, in how many ways its hot cache is not what the directory says; see `kvskim.tier.pages.HostTier`.
 
     Counted are copies that differ from the host, pages that share a slot, and slots whose owner does not know of them.
     """
@@ -158,6 +158,11 @@ def _untrue(state: SkimState, layer: LayerState, pages: Tensor) -> int:
     pages = pages.to(stored.device)
     fresh = torch.zeros_like(stored)
     key_cache = layer.caches()[0]
-    for part in pages.split(ENCODE_PAGES):
-        encode(state.selector, layer.tables, key_cache, part * PAGE_TOKENS + (PAGE_TOKENS - 1), fresh, kernels=state.kernels.kernels)
-    return int((fresh[pages] != stored[pages]).any(-1).sum())
+    kernels = state.kernels.kernels
+    untrue = torch.ones(len(pages), stored.shape[1], dtype=torch.bool, device=stored.device)
+    # Steps of few and of many tokens may have made them by encoders that differ in codes next to a boundary.
+    for encoder in encoders(layer.tables, key_cache, kernels):
+        for part in pages.split(ENCODE_PAGES):
+            encode(state.selector, layer.tables, key_cache, part * PAGE_TOKENS + (PAGE_TOKENS - 1), fresh, kernels=kernels, encoder=encoder)
+        untrue &= (fresh[pages] != stored[pages]).any(-1)
+    return int(untrue.sum())

@@ -1,7 +1,7 @@
-"""Prompt rows whose values are in host memory: where their keys and values come together while FlashAttention reads them.
+"""Prompt rows whose values, or keys and values, are in host memory: where both come together while FlashAttention reads them.
 
-FlashAttention reads keys and values through one block table, so values alone can't be elsewhere. What the rows of a step need is copied into a cache
-of the usual layout, their blocks one after the other: contexts from keys, hot cache and host, the tokens of the step as they come. Then vLLM's
+FlashAttention reads keys and values through one block table of one cache. What the rows of a step need is copied into a cache
+of the usual layout, their blocks one after the other: contexts from GPU memory, hot cache and host, the tokens of the step as they come. Then vLLM's
 own attention runs on that cache, with the same block size and so the same sums as on a cache of its own. Rows that don't fit together
 are taken in groups, in order.
 """
@@ -62,7 +62,7 @@ def plan_staging(
         RuntimeError: vLLM knows no lengths on the host, or a row is longer than the room.
     """
     if common.seq_lens_cpu_upper_bound is None:
-        raise RuntimeError("vLLM gives no lengths of its requests on the host, which values in host memory need for prompts: set variant to 'fast'")
+        raise RuntimeError("vLLM gives no lengths of its requests on the host, which pages in host memory need for prompts: set variant to 'fast'")
     starts = common.query_start_loc_cpu[first_row : common.num_reqs + 1].tolist()
     lengths = common.seq_lens_cpu_upper_bound[first_row : common.num_reqs].tolist()
     counts = [end - start for start, end in pairwise(starts)]

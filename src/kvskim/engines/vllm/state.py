@@ -27,19 +27,21 @@ from kvskim.engines.vllm.records import RecordsLayer
 from kvskim.engines.vllm.report import start_block
 from kvskim.engines.vllm.sampler import ActivitySampler
 from kvskim.engines.vllm.support import BLOCK_SIZES, calibration_refusal, workspace_rows
-from kvskim.engines.vllm.tier import HostValues
+from kvskim.engines.vllm.tier import HostCache
 from kvskim.errors import UnsupportedError
 from kvskim.layout import PAGE_TOKENS, ceil_div, padded_group
 from kvskim.metrics import metrics
 from kvskim.ops.attend import Kernels
 from kvskim.ops.dispatch import Choice, choose
 from kvskim.ops.encode import encode
+from kvskim.ops.fetch import copy_fetched
+from kvskim.ops.latent_query import Query
 from kvskim.ops.score import fills_pieces, scorer
 from kvskim.ops.step import StepSettings, decode_step
 from kvskim.ops.workspace import StepBuffers, Workspace, table_capacity
 from kvskim.rules import RuleParameters
 from kvskim.selectors import Selector, get_selector
-from kvskim.tier.values import ValueTier
+from kvskim.tier.pages import HostTier
 
 logger = logging.getLogger("vllm.kvskim")
 
@@ -65,9 +67,9 @@ class LayerState:
     counts: Tensor | None = None
     covered: Tensor | None = None
     residency: RecordsLayer | None = None
-    """Values in host memory: which of them are hot; see `tier.HostValues`."""
-    tier: ValueTier | None = None
-    """Where the values are, as soon as the residency is bound."""
+    """Values, or keys and values, in host memory: which of them are hot; see `tier.HostCache`."""
+    tier: HostTier | None = None
+    """Where they are, as soon as the residency is bound."""
 
     @property
     def group(self) -> int:
@@ -82,17 +84,17 @@ class LayerState:
     def value_size(self) -> int:
         return self.latent_size or self.head_size
 
-    def views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor | ValueTier]:
+    def views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor | HostTier]:
         """K and V in a cache of this layer, in the shapes of the operations."""
         if self.residency is not None:
             if self.tier is None:
                 raise RuntimeError(f"layer {self.name} is used before its residency was bound")
-            return key_view(kv_cache, self.head_size), self.tier
+            return self.tier.key_cache if self.tier.with_keys else key_view(kv_cache, self.head_size), self.tier
         if self.latent_size is not None:
             return latent_views(kv_cache, self.head_size, self.latent_size)
         return key_value_views(kv_cache, self.head_size)
 
-    def caches(self) -> tuple[Tensor, Tensor | ValueTier]:
+    def caches(self) -> tuple[Tensor, Tensor | HostTier]:
         """K and V as vLLM has bound them."""
         return self.views(self.module.kv_cache)
 
@@ -114,7 +116,7 @@ class SkimState:
         self.layers: dict[str, LayerState] = {}
         self.dense: dict[str, str] = {}
         """Layers that keep full attention, and why."""
-        self.host_values = HostValues(vllm_config, self.config, self.log) if self.config.variant == "mem-v" else None
+        self.host_cache = HostCache(vllm_config, self.config, self.log) if self.config.variant != "fast" else None
         self.calibrator: calibrate.Calibrator | None = None
         self.calibration_source = ""
         self.ready: Tensor | None = None
@@ -189,8 +191,8 @@ class SkimState:
             raise ValueError(f"vLLM already has a layer named {records.layer_name}")
         layer = LayerState(**facts, records=records)
         layers[records.layer_name] = records
-        if self.host_values is not None:
-            layer.residency = self.host_values.add(layer, cache_dtype)
+        if self.host_cache is not None:
+            layer.residency = self.host_cache.add(layer, cache_dtype)
             layers[layer.residency.layer_name] = layer.residency
         if not self.layers:
             records.when_bound = partial(self._records_bound, layer)
@@ -238,8 +240,8 @@ class SkimState:
             shape = (self.max_rows, layer.num_kv_heads)
             layer.counts = torch.zeros(shape, dtype=torch.int32, device=device)
             layer.covered = torch.zeros(shape, dtype=torch.float32, device=device)
-        if self.host_values is not None:
-            self.host_values.allocate(kernels, self.rows, self.page_capacity, device, dtype)
+        if self.host_cache is not None:
+            self.host_cache.allocate(kernels, self.rows, self.page_capacity, device, dtype)
         self.sampler = ActivitySampler(layers, device, self.metrics)
         self._calibrate(layers, device, dtype)
         self.metrics.calibrated(self.calibrator is None)
@@ -261,8 +263,7 @@ class SkimState:
                 raise UnsupportedError(refusal)
             self.calibration_source = f"from the first {calibrate.CAPTURE_TOKENS} prefill tokens; until then every page is attended"
             rotary = calibrate.vllm_rotary(layers[0].head_size, layers[0].latent_size)
-            positions = calibrate.later_positions(self.vllm_config.model_config.max_model_len)
-            self.calibrator = calibrate.Calibrator(self.selector, layers, rotary, positions)
+            self.calibrator = calibrate.Calibrator(self.selector, layers, rotary, self.vllm_config.model_config.max_model_len)
             self.calibrator.allocate(device, dtype)
         else:
             self.mark_ready()
@@ -305,12 +306,12 @@ class SkimState:
         encode(self.selector, layer.tables, layer.caches()[0], slot_mapping, records, kernels=kernels, overlap=overlap)
 
     def decode(
-        self, layer: LayerState, query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor, *, alone: bool
+        self, layer: LayerState, query: Query, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor, *, alone: bool
     ) -> None:
         """One decode step of a layer for rows of one query token, in parts of as many rows as the workspace has.
 
         Args:
-            query: ``[R, Hq, D]``.
+            query: ``[R, Hq, D]``; or, of latent attention, its parts.
             kv_cache: the layer's cache as vLLM gives it.
             block_table: int32 ``[R, blocks]``.
             seq_lens: int32 ``[R]``, 0 for a row that only fills a graph.
@@ -321,7 +322,9 @@ class SkimState:
         if records is None or layer.settings is None or layer.counts is None or layer.covered is None or self.ready is None:
             raise RuntimeError(f"layer {layer.name} decodes before vLLM's profiling run, or before its records were bound")
         key_cache, values = layer.views(kv_cache)
-        fetching = self.host_values.scratch if self.host_values is not None else None
+        fetching = self.host_cache.scratch[layer.name] if self.host_cache is not None else None
+        # Nothing of this step needs the copies: attention reads what is missing where it is, beside what is hot.
+        aside = fetching is not None and query.shape[0] <= self.rows and self.encode_order.may_fork(alone=alone)
         workspace = self.workspaces[layer.geometry]
         # A wider table than requests can fill would ask for more scratch memory than there is.
         block_table = block_table[:, : self.page_capacity * PAGE_TOKENS // key_cache.shape[1]]
@@ -332,7 +335,12 @@ class SkimState:
             decode_step(
                 self._settings_for(layer, rows.stop - rows.start, key_cache, alone), query[rows], key_cache, values, records, block_table[rows],
                 seq_lens[rows], ready=self.ready, workspace=workspace, buffers=buffers, out=out[rows], fetching=fetching,
+                copies=not aside,
             )
+        if aside:
+            assert isinstance(values, HostTier)
+            assert fetching is not None
+            self.encode_order.fork(partial(copy_fetched, values, fetching, kernels=self.kernels.kernels))
         self.encode_order.attended(layer.name)
 
     def _settings_for(self, layer: LayerState, rows: int, key_cache: Tensor, alone: bool) -> StepSettings:

@@ -21,6 +21,8 @@ LARGEST_MLA_GROUP = 128
 HEAD_SIZES = (64, 96, 128, 256)
 LARGEST_GROUP = 16
 BLOCK_SIZES = (16, 32, 64, 128)
+HOST_KEYS_BLOCK_SIZE = 16
+"""With keys in host memory a block is a page: the rows of a larger one do not lie at one distance from each other."""
 DTYPES = ("bfloat16", "float16")
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "DecodeBenchConnector")
 """KV connectors that move or fill every cache layer of an engine, the records among them, and keep nothing for other engines."""
@@ -120,9 +122,7 @@ def engine_refusal(facts: EngineFacts) -> str | None:
         return f"kvskim does not work with dual batch overlap, because both halves would use one workspace: leave out --enable-dbo, or {WAY_OUT}"
     if facts.connector is not None and facts.connector not in CONNECTORS:
         return f"kvskim can't rely on KV connector {facts.connector} to keep records with their keys: use {' or '.join(CONNECTORS[:2])}, or {WAY_OUT}"
-    if facts.variant == "mem-kv":
-        return "variant 'mem-kv' is not there yet in vLLM: set variant to 'mem-v' or 'fast'"
-    tier = tier_refusal(facts) if facts.variant == "mem-v" else None
+    tier = tier_refusal(facts) if facts.variant != "fast" else None
     if tier is not None:
         return tier
     if facts.page_frame:
@@ -133,34 +133,53 @@ def engine_refusal(facts: EngineFacts) -> str | None:
 
 
 def tier_refusal(facts: EngineFacts) -> str | None:
-    """Why values can't be in host memory in this engine, beside what `engine_refusal` says, or None.
+    """Why values, or keys and values, can't be in host memory in this engine, beside what `engine_refusal` says, or None.
 
-    Values are where `do_kv_cache_update` puts them: whatever writes, copies or moves the cache of a layer past it would miss them.
+    They are where `do_kv_cache_update` puts them: whatever writes, copies or moves the cache of a layer past it would miss them.
     """
     out = "or set variant to 'fast'"
+    variant, what = f"variant {facts.variant!r}", held_on_host(facts.variant)
     if parse_version(facts.vllm_version) != TIER_VLLM:
-        return f"variant 'mem-v' works with vLLM {_dotted(TIER_VLLM)} only, and this is vLLM {facts.vllm_version}: install that version, {out}"
+        return f"{variant} works with vLLM {_dotted(TIER_VLLM)} only, and this is vLLM {facts.vllm_version}: install that version, {out}"
     if facts.connector is not None:
-        return f"variant 'mem-v' does not work with KV connectors, which would not move its values, and this is {facts.connector}: leave it out, {out}"
+        return f"{variant} does not work with KV connectors, which would not move its {what}, and this is {facts.connector}: leave it out, {out}"
     if facts.sleep_mode:
-        return f"variant 'mem-v' does not work with sleep mode, which would not keep its values: leave out --enable-sleep-mode, {out}"
+        return f"{variant} does not work with sleep mode, which would not keep its {what}: leave out --enable-sleep-mode, {out}"
     if facts.speculative:
-        return f"variant 'mem-v' does not work with speculative decoding yet: leave out --speculative-config, {out}"
+        return f"{variant} does not work with speculative decoding yet: leave out --speculative-config, {out}"
     if facts.dense_layers:
-        return f"variant 'mem-v' keeps the values of all layers in host memory, so no layer can keep full attention: leave out dense_layers, {out}"
+        return f"{variant} keeps the {what} of all layers in host memory, so no layer can keep full attention: leave out dense_layers, {out}"
     if not facts.pinned_memory:
-        return "variant 'mem-v' needs page-locked host memory, which this machine does not have: set variant to 'fast'"
+        return f"{variant} needs page-locked host memory, which this machine does not have: set variant to 'fast'"
+    if facts.variant == "mem-kv" and facts.block_size is not None:
+        return host_keys_block_refusal(facts.block_size)
     return None
 
 
-def tier_layer_refusal(dense: dict[str, str]) -> str | None:
-    """Why a model can't have its values in host memory because of layers that keep full attention, or None.
+def held_on_host(variant: str) -> str:
+    """What a variant with host memory has there, as words of a sentence."""
+    return "keys and values" if variant == "mem-kv" else "values"
+
+
+def host_keys_block_refusal(block_size: int) -> str | None:
+    """Why keys can't be in host memory with blocks of so many tokens, or None."""
+    if block_size == HOST_KEYS_BLOCK_SIZE:
+        return None
+    return (
+        f"variant 'mem-kv' works with blocks of {HOST_KEYS_BLOCK_SIZE} tokens, and these have {block_size}: set --block-size to {HOST_KEYS_BLOCK_SIZE}, "
+        "or set variant to 'fast'"
+    )
+
+
+def tier_layer_refusal(dense: dict[str, str], variant: str) -> str | None:
+    """Why a model can't have its values, or keys and values, in host memory because of layers that keep full attention, or None.
 
     Args:
         dense: names of such layers, and why.
+        variant: of the configuration.
     """
     for name, reason in dense.items():
-        return f"variant 'mem-v' needs every layer of a model, and {name} keeps full attention ({reason.split(': ')[0]}): set variant to 'fast'"
+        return f"variant {variant!r} needs every layer of a model, and {name} keeps full attention ({reason.split(': ')[0]}): set variant to 'fast'"
     return None
 
 

@@ -1,10 +1,10 @@
-"""Values in host memory in vLLM: what a worker of variant ``mem-v`` has beside its keys and records.
+"""Values, or keys and values, in host memory in vLLM: what a worker of variant ``mem-v`` or ``mem-kv`` has.
 
-The cache spec of an attention layer leaves V out, so vLLM makes twice the blocks of the same memory. V has a place for every block in page-locked host
-memory, under vLLM's block ids, so prefix caching, preemption and the reuse of blocks need nothing of it. Two side layers stand beside each
-attention layer: its records, and its *residency*, the directory of which values are hot. vLLM sizes and binds both with the blocks. The hot cache and
-the room for prompts are allocated in vLLM's profiling run, the host memory when the number of blocks is known. See docs/how-it-works.md, section
-"The host tier".
+The cache spec of an attention layer leaves V out, so vLLM makes twice the blocks of the same memory; with ``mem-kv`` it leaves K out too, but for two
+bytes a token, because vLLM plans no blocks for a layer without a cache. What is left out has a place for every block in page-locked host memory,
+under vLLM's block ids, so prefix caching, preemption and the reuse of blocks need nothing of it. Two side layers stand beside each attention layer: its
+records, and its *residency*, the directory of which pages are hot. vLLM sizes and binds both with the blocks. The hot cache and the room for
+prompts are allocated in vLLM's profiling run, the host memory when the number of blocks is known. See docs/how-it-works.md, section "The host tier".
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,20 +22,33 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from kvskim.config import SkimConfig
 from kvskim.engines.vllm.records import RecordsLayer
+from kvskim.engines.vllm.support import held_on_host, host_keys_block_refusal
 from kvskim.errors import UnsupportedError
-from kvskim.layout import PAGE_TOKENS
-from kvskim.ops.fetch import FetchScratch, fetch_scratch
+from kvskim.layout import PAGE_TOKENS, ceil_div
+from kvskim.ops.fetch import FetchScratch, copy_fetched, fetch_scratch
 from kvskim.ops.stage import stage
 from kvskim.ops.store import store
-from kvskim.tier.host_memory import GIB, HostMemory, available_host_memory, host_memory_refusal, limit_refusal
-from kvskim.tier.values import HotCache, hot_slots, join_tier, make_hot_cache
+from kvskim.tier.host_memory import (
+    GIB,
+    HostMemory,
+    affordable_blocks,
+    available_host_memory,
+    host_memory_refusal,
+    limit_refusal,
+    request_refusal,
+)
+from kvskim.tier.pages import HotCache, hot_slots, join_tier, make_hot_cache
 
 if TYPE_CHECKING:
     from kvskim.engines.vllm.staging import StagedRows
     from kvskim.engines.vllm.state import LayerState
 
-HOT_SHARE = 0.012
-"""Hot cache, where ``hot_cache_gib`` is not set, as a share of the memory that vLLM gives to its cache."""
+HOT_SHARE = {"mem-v": 0.012, "mem-kv": 0.5}
+"""Hot cache, where ``hot_cache_gib`` is not set, as a share of the memory that vLLM gives to its cache. Without keys and values records are all that it
+holds besides, and a working set of a twentieth of the pages takes more than their records."""
+
+STEP_MEMORY = 4 * GIB
+"""What a step and captured graphs need beside the cache is taken to be less than this, or than a tenth of the memory."""
 
 DIRECTORY_BYTES = 4
 """Of one page of one kv head."""
@@ -42,19 +56,23 @@ DIRECTORY_BYTES = 4
 _MIB = 2**20
 
 
-class HostValues:
-    """The values of all layers of a worker.
+class HostCache:
+    """What all layers of a worker have in host memory.
 
     Args:
         vllm_config: of the engine.
-        config: of kvskim, variant ``mem-v``.
+        config: of kvskim, variant ``mem-v`` or ``mem-kv``.
         log: takes one line of text.
     """
 
     def __init__(self, vllm_config: VllmConfig, config: SkimConfig, log: Callable[[str], None]) -> None:
         self.vllm_config, self.config, self._log = vllm_config, config, log
+        self.with_keys = config.variant == "mem-kv"
+        self._parts = 2 if self.with_keys else 1
+        self._what = held_on_host(config.variant)
         self.layers: list[LayerState] = []
-        self.scratch: FetchScratch | None = None
+        self.scratch: dict[str, FetchScratch] = {}
+        """Of each layer, whose copies may be under way while the next layers fetch."""
         self._staging: Tensor | None = None
         self._hot: dict[str, HotCache] = {}
         self._memory: dict[str, HostMemory] = {}
@@ -62,10 +80,11 @@ class HostValues:
         self._looked = False
 
     def add(self, layer: LayerState, cache_dtype: torch.dtype) -> RecordsLayer:
-        """Take the values of a layer out of its cache spec, and make its residency, a side layer of vLLM's."""
+        """Take what is on the host out of the cache spec of a layer, and make its residency, a side layer of vLLM's."""
         module = layer.module
         whole_spec = module.get_kv_cache_spec
-        module.get_kv_cache_spec = lambda vllm_config: replace(whole_spec(vllm_config), head_size_v=0)
+        left: dict[str, int] = dict(head_size_v=0, **(dict(num_kv_heads=1, head_size=1) if self.with_keys else {}))
+        module.get_kv_cache_spec = lambda vllm_config: replace(whole_spec(vllm_config), **left)
         module.attn_backend = keys_only(module.attn_backend)
         residency = RecordsLayer(layer.name, layer.num_kv_heads, DIRECTORY_BYTES, cache_dtype, suffix="kvskim_residency")
         residency.when_bound = functools.partial(self._bind, layer)
@@ -75,7 +94,7 @@ class HostValues:
     # ---- memory ----
 
     def look_ahead(self, num_kv_heads: int, head_size: int) -> None:
-        """Where the number of blocks is given, look whether the host can hold their values before any weight is loaded.
+        """Where the number of blocks is given, look whether the host can hold them before any weight is loaded.
 
         Raises:
             UnsupportedError: it can't.
@@ -86,15 +105,17 @@ class HostValues:
         self._looked = True
         tokens = blocks * int(self.vllm_config.cache_config.block_size or PAGE_TOKENS)
         layers = int(self.vllm_config.model_config.get_num_layers(self.vllm_config.parallel_config))
-        self._refuse(blocks, tokens * num_kv_heads * head_size * self._element_size * layers, workers(self.vllm_config))
+        self._refuse(blocks, tokens * num_kv_heads * self._parts * head_size * self._element_size * layers, workers(self.vllm_config))
 
     def block_bytes(self, *, host: bool) -> int:
-        """Memory of one block of all layers: on the host its values, on the GPU keys, records and directory."""
+        """Memory of one block of all layers: on the host what is kept there, on the GPU the rest, records and directory."""
         size = int(self.vllm_config.cache_config.block_size)
         total = 0
         for layer in self.layers:
             values = size * layer.num_kv_heads * layer.head_size * self._element_size
-            total += values if host else values + size // PAGE_TOKENS * layer.num_kv_heads * (layer.records.record_bytes + DIRECTORY_BYTES)
+            rest = size * self._element_size if self.with_keys else values
+            beside = size // PAGE_TOKENS * layer.num_kv_heads * (layer.records.record_bytes + DIRECTORY_BYTES)
+            total += self._parts * values if host else rest + beside
         return total
 
     @property
@@ -102,7 +123,9 @@ class HostValues:
         return int(self.vllm_config.model_config.dtype.itemsize)
 
     def allocate(self, kernels: str, rows: int, page_capacity: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate the hot cache and the room for prompts, after a look at whether the host can hold the values.
+        """Allocate the hot cache and the room for prompts, after a look at whether the host can hold all blocks.
+
+        With keys on the host too, blocks are so small that the GPU has room for more than the host: then vLLM is told to make fewer.
 
         Args:
             kernels: of the operations.
@@ -112,27 +135,68 @@ class HostValues:
             dtype: of the cache.
 
         Raises:
-            UnsupportedError: the host has too little memory for as many blocks as vLLM may make, or the hot cache would be empty.
+            UnsupportedError: the host has too little memory for as many blocks as vLLM may make, or for one request; blocks have another size
+                than can be served; or the hot cache would be empty.
         """
         self._kernels = kernels
+        size = int(self.vllm_config.cache_config.block_size)
+        refusal = host_keys_block_refusal(size) if self.with_keys else None
+        if refusal is not None:
+            raise UnsupportedError(refusal)
         memory = cache_memory(self.vllm_config, device)
-        override = self.vllm_config.cache_config.num_gpu_blocks_override
-        blocks = override or memory // self.block_bytes(host=False)
-        self._refuse(blocks, blocks * self.block_bytes(host=True), workers(self.vllm_config))
         given = self.config.hot_cache_gib
+        hot = int(HOT_SHARE[self.config.variant] * memory if given is None else given * GIB)
+        blocks = self._judge(memory, hot)
         heads, dim = max(layer.num_kv_heads for layer in self.layers), max(layer.head_size for layer in self.layers)
-        slots = hot_slots(int(HOT_SHARE * memory if given is None else given * GIB), len(self.layers), dim, dtype.itemsize)
+        slots = hot_slots(hot, len(self.layers), self._parts, dim, dtype.itemsize)
         if given is not None and slots == 0:
             raise UnsupportedError(f"hot_cache_gib is {given:g}, which is less than one page of each of {len(self.layers)} layers: set a larger hot_cache_gib")
+        if given is None and blocks:
+            slots = min(slots, blocks * size // PAGE_TOKENS * heads)  # more would stay empty
         slots = max(1, slots)
-        self._hot = {layer.name: make_hot_cache(slots, layer.head_size, dtype, device) for layer in self.layers}
-        self.scratch = fetch_scratch(rows * heads, slots, device)
+        self._hot = {layer.name: make_hot_cache(slots, self._parts, layer.head_size, dtype, device) for layer in self.layers}
+        self.scratch = {layer.name: fetch_scratch(rows * heads, slots, device) for layer in self.layers}
         # Zeros: what was never written is read beside the last tokens of a request, with no weight, and may not be a NaN.
         largest = max(layer.num_kv_heads * layer.head_size for layer in self.layers)
         self._staging = torch.zeros(2 * page_capacity * PAGE_TOKENS * largest, dtype=dtype, device=device)
 
+    def _judge(self, memory: int, hot: int) -> int:
+        """The number of blocks that vLLM will make at most, refused where the host can't hold them, or lowered to what it can hold.
+
+        Args:
+            memory: bytes that vLLM may give to its cache.
+            hot: bytes of the hot cache, which come off it unless vLLM was told how large its cache is.
+        """
+        cache, on_host = self.vllm_config.cache_config, self.block_bytes(host=True)
+        count, available, limit = workers(self.vllm_config), available_host_memory(), self.config.host_memory_gib
+        if self.with_keys:
+            size = int(cache.block_size)
+            affordable = affordable_blocks(on_host, available, count, limit)
+            longest = ceil_div(int(self.vllm_config.model_config.max_model_len), size)
+            refusal = request_refusal(longest, affordable, size, on_host)
+            if refusal is not None:
+                raise UnsupportedError(refusal)
+            # Told or not, `memory` is the most that there can be; not told, vLLM takes off what a step needs, which nobody knows yet.
+            least = memory
+            if not cache.kv_cache_memory_bytes:
+                memory = max(0, memory - hot)
+                least = memory - max(memory // 10, STEP_MEMORY)
+            blocks = cache.num_gpu_blocks_override or memory // self.block_bytes(host=False)
+            fewer = min(affordable, least // self.block_bytes(host=False))
+            # The engine reads the setting after this run, and has the same one where its only worker is in its own process.
+            if cache.num_gpu_blocks_override is None and blocks > affordable and count == 1 and fewer >= longest:
+                cache.num_gpu_blocks_override = fewer
+                self._log(f"the GPU has room for up to {blocks} blocks, and host memory for {affordable}: {fewer} are made")
+                return fewer
+        else:
+            blocks = cache.num_gpu_blocks_override or memory // self.block_bytes(host=False)
+        self._refuse(blocks, blocks * on_host, count)
+        return int(blocks)
+
     def _refuse(self, blocks: int, needed: int, workers: int) -> None:
-        refusal = limit_refusal(needed, self.config.host_memory_gib, blocks) or host_memory_refusal(needed * workers, available_host_memory(), blocks)
+        refusal = limit_refusal(needed, self.config.host_memory_gib, blocks, self._what) or host_memory_refusal(
+            needed * workers, available_host_memory(), blocks, self._what
+        )
         if refusal is not None:
             raise UnsupportedError(refusal)
 
@@ -150,15 +214,20 @@ class HostValues:
         if cache is None:
             raise RuntimeError(f"the residency of layer {layer.name} was bound before vLLM's profiling run")
         pages, heads = directory.shape[0], layer.num_kv_heads
-        shape, dtype = (pages, heads, PAGE_TOKENS, layer.head_size), cache.hot.dtype
+        shape, dtype = (pages, heads, self._parts, PAGE_TOKENS, layer.head_size), cache.hot.dtype
         if not self._memory:
             blocks = pages * PAGE_TOKENS // int(self.vllm_config.cache_config.block_size)
             self._refuse(blocks, blocks * self.block_bytes(host=True), workers=1)
-        memory = HostMemory(pages * heads * PAGE_TOKENS * layer.head_size * dtype.itemsize, locked=directory.is_cuda)
+        memory = HostMemory(prod(shape) * dtype.itemsize, locked=directory.is_cuda)
         self._memory[layer.name] = memory
         # vLLM profiles in inference mode, and binds outside.
         with torch.inference_mode():
             layer.tier = join_tier(memory.view(shape, dtype), cache, directory.view(torch.int32).view(pages, heads))
+            if self.with_keys:
+                _ = layer.tier.key_cache  # made now, and not in a step that is captured
+            # None yet. Eager steps do not call it with the CUDA kernels, and a captured one can't load a kernel.
+            self.scratch[layer.name].fetched_pages.zero_()
+            copy_fetched(layer.tier, self.scratch[layer.name], kernels=self._kernels)
         if len(self._memory) == len(self.layers):
             for line in self.lines():
                 self._log(line)
@@ -167,26 +236,26 @@ class HostValues:
         """Where every byte of the cache is, once all is bound."""
         tier = self.layers[0].tier
         assert tier is not None
-        assert self._staging is not None
         size = int(self.vllm_config.cache_config.block_size)
         blocks = tier.pages * PAGE_TOKENS // size
         hot = sum(c.hot.nbytes + c.owner.nbytes + c.stamp.nbytes for c in self._hot.values())
+        kept = "records and directory" if self.with_keys else "keys, records and directory"
         on_gpu, on_host = (blocks * self.block_bytes(host=host) for host in (False, True))
         share = tier.slots / (tier.pages * tier.heads)
         return [
-            f"values in host memory, {blocks} blocks of {size} tokens",
-            f"  GPU   {on_gpu / GIB:.2f} GiB of keys, records and directory; {hot / _MIB:.1f} MiB of hot cache, {tier.slots} slots a layer ({share:.1%} of all "
-            f"pages and kv heads); {self._staging.nbytes / _MIB:.1f} MiB for prompts",
-            f"  host  {on_host / GIB:.2f} GiB of values, page-locked",
+            f"{self._what} in host memory, {blocks} blocks of {size} tokens",
+            f"  GPU   {on_gpu / GIB:.2f} GiB of {kept}; {hot / _MIB:.1f} MiB of hot cache, {tier.slots} slots a layer ({share:.1%} of all "
+            f"pages and kv heads); {self.room_bytes / _MIB:.1f} MiB for prompts",
+            f"  host  {on_host / GIB:.2f} GiB of {self._what}, page-locked",
         ]
 
     # ---- steps ----
 
-    def store(self, layer: LayerState, value: Tensor, slot_mapping: Tensor) -> None:
-        """Write the values of a step: ``value [T', H, D]`` for ``slot_mapping`` int64 ``[T]``."""
+    def store(self, layer: LayerState, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Write what is on the host of the tokens of a step: ``key`` and ``value [T', H, D]`` for ``slot_mapping`` int64 ``[T]``."""
         if layer.tier is None:
-            raise RuntimeError(f"layer {layer.name} writes values before vLLM has bound its cache")
-        store(layer.tier, value, slot_mapping, kernels=self._kernels)
+            raise RuntimeError(f"layer {layer.name} writes {self._what} before vLLM has bound its cache")
+        store(layer.tier, value, slot_mapping, keys=key if self.with_keys else None, kernels=self._kernels)
 
     def room(self, layer: LayerState, block_size: int) -> Tensor:
         """The staging cache as ``[blocks, 2, block_size, H, D]``; layers use it one after the other."""
@@ -194,6 +263,11 @@ class HostValues:
         shape = (2, block_size, layer.num_kv_heads, layer.head_size)
         count = self._staging.numel() // (2 * block_size * layer.num_kv_heads * layer.head_size)
         return self._staging[: count * 2 * block_size * layer.num_kv_heads * layer.head_size].view(count, *shape)
+
+    @property
+    def room_bytes(self) -> int:
+        """GPU memory of the staging cache."""
+        return 0 if self._staging is None else self._staging.nbytes
 
     def room_blocks(self, block_size: int) -> int:
         """Blocks that `room` has for every layer."""
@@ -206,13 +280,14 @@ class HostValues:
         assert layer.tier is not None
         room = self.room(layer, key_cache.shape[1])
         if rows.has_context:
-            stage(layer.tier, key_cache, rows.block_table, rows.context_lens, rows.starts, room, blocks=rows.blocks, kernels=self._kernels)
+            keys = None if self.with_keys else key_cache
+            stage(layer.tier, keys, rows.block_table, rows.context_lens, rows.starts, room, blocks=rows.blocks, kernels=self._kernels)
         return room
 
 
 @functools.cache
 def keys_only(backend: type[AttentionBackend]) -> type[AttentionBackend]:
-    """A backend whose caches hold keys and no values: ``[blocks, 1, block_size, kv heads, head size]``."""
+    """A backend whose caches leave values out: ``[blocks, 1, block_size, kv heads, head size]``, of a spec without keys one element a token."""
 
     class KeysOnly(backend):  # type: ignore[misc, valid-type]
         @staticmethod

@@ -15,19 +15,20 @@ struct CacheView {
   int64_t block_bytes, token_bytes, head_bytes;
 };
 
-// Values in host memory: page by page and head by head, each a run of kPageTokens rows, in `host`; copies of some in the slots of `hot`.
-// directory[page * heads + head] is the slot + 1, or 0 where there is no copy.
-struct ValueTier {
+// Values, or keys and values, in host memory: page by page and head by head, each one or two runs of kPageTokens rows, in `host`; copies of some in
+// the slots of `hot`. directory[page * heads + head] is the slot + 1, or 0 where there is no copy.
+struct HostTier {
   const uint8_t* host;
   const uint8_t* hot;
   const int* directory;
+  int parts;  // 1: values, 2: keys, then values
 };
 
 struct AttendParameters {
   const uint16_t* query;
   int64_t query_request_stride, query_head_stride;
-  CacheView key, value;      // the value cache is not used where there is a tier
-  ValueTier tier;
+  CacheView key, value;      // a cache whose rows are in a tier is not used
+  HostTier tier;
   const int* block_table;
   int64_t block_table_stride;
   const int* seq_lens;
@@ -39,6 +40,7 @@ struct AttendParameters {
   float* partials;           // [requests, heads, splits, group, DIM] weighted values, then [requests, heads, splits, group, 2] maximum and sum
   unsigned* tickets;         // [requests, heads], zero between launches
   int requests, heads, group, table_capacity, splits, pages_per_split, query_half;
+  int full_pages;            // requests of at most so many pages attend all of them, and lengths and block table are settled; 0: see attend.cu
   int clustered;             // the splits of a (request, kv head) are the CTAs of a cluster; partials and tickets are not used
   int pages_per_block;
   uint32_t block_multiplier; // page / pages_per_block = page * block_multiplier >> block_shift for all pages below 2^27

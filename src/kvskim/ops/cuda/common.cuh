@@ -82,8 +82,10 @@ __device__ __forceinline__ void mma_16816(float (&d)[4], uint32_t a0, uint32_t a
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Columns that the scores of a group of query heads are padded to.
+// Columns that the scores of a group of up to 16 query heads are padded to. Larger groups have blocks of so many: 2, 4 or 8.
 __host__ __device__ constexpr int padded_group(int group) { return group <= 4 ? 4 : group <= 8 ? 8 : 16; }
+__host__ __device__ constexpr int column_blocks(int group) { return group <= 16 ? 1 : group <= 32 ? 2 : group <= 64 ? 4 : 8; }
+constexpr int kBlockColumns = 16, kLargestGroup = 128;
 
 // Physical page of a logical one. Only pages of the request may be asked for. A plain load: it may not move ahead of the wait for the
 // kernel that wrote the table, as one through the read-only path (__ldg) could.

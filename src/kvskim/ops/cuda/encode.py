@@ -23,11 +23,13 @@ SKETCH_RECORD_BYTES = 256
 SKETCH_HEAD_DIMS = (64, 96, 128, 256, 576)
 LARGEST_PAGE_HEAD_DIM = 576
 OVERLAP_PREVIOUS = 1
+ENCODERS = ("by tokens", "few", "many")
+"""Kernels of sketch records by their codes in the C interface (encode_sketch.cu, Encoder); the first: chosen by the number of slots."""
 
 _sketch = function(
     "kvskim_encode_sketch",
     (POINTER, INT, LONG, LONG, LONG, INT, POINTER, INT, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, LONG, INT, INT, FLOAT, INT,
-     STREAM),
+     INT, STREAM),
 )
 _pages = function(
     "kvskim_encode_pages",
@@ -78,7 +80,7 @@ def page_record_form(selector: Selector) -> tuple[int, int, int]:
 @operator("cuda_encode_sketch", mutates=("records",))
 def encode_sketch(
     key_cache: Tensor, slot_mapping: Tensor, mean: Tensor, encode_matrix: Tensor, coefficient_bits: Tensor, coefficient_count: Tensor,
-    slot_coefficient: Tensor, slot_digit: Tensor, records: Tensor, k_scale: float, flags: int,
+    slot_coefficient: Tensor, slot_digit: Tensor, records: Tensor, k_scale: float, encoder: int, flags: int,
 ) -> None:
     """Sketch records of the pages that ``slot_mapping`` completes.
 
@@ -87,6 +89,7 @@ def encode_sketch(
         slot_mapping: int64 ``[T]``, contiguous; -1: padding.
         mean to slot_digit: of SketchTables (256-byte records), contiguous.
         records: uint8 ``[N, H, 256]``, contiguous, by physical page.
+        encoder: index into ENCODERS. Codes next to a boundary may differ between "few" and "many".
         flags: OVERLAP_PREVIOUS.
     """
     _, block_size, heads, dim = key_cache.shape
@@ -95,7 +98,7 @@ def encode_sketch(
             pointer(key_cache), ELEMENT_TYPES[key_cache.dtype], key_cache.stride(0), key_cache.stride(1), key_cache.stride(2), block_size,
             pointer(slot_mapping), slot_mapping.shape[0], pointer(mean), pointer(encode_matrix), pointer(coefficient_bits),
             pointer(coefficient_count), pointer(slot_coefficient), pointer(slot_digit), pointer(records), records.shape[0], heads, dim, k_scale,
-            flags, stream(key_cache.device),
+            encoder, flags, stream(key_cache.device),
         )
 
 

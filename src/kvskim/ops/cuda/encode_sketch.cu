@@ -3,12 +3,13 @@
 //     Y = T^T (K - m)                 16 token modes x D, T the 16-point DCT-II
 //     x = encode_matrix[row] . Y_mode, code = clamp(floor(x), -2^(b-1), 2^(b-1) - 1) + 2^(b-1), digits of two bits into the record
 //
-// Both products run on tensor cores; the mean enters mode 0 alone, because every other mode of a constant is exactly zero. Head dims up to 128
-// have a kernel of their own in encode_sketch_resident.cuh. The one here serves larger head dims: a CTA takes a window of slots of one kv
-// head, lists the pages that end in it, and codes them in batches of 16, M of a tensor-core multiply. T and Y are split into two 16-bit
-// parts, so that codes are those of float32 arithmetic except next to a boundary. The 16 modes are processed in parts that need equally many
-// half rows of the record, one warp or two to a half row (32 coefficient rows); the keys are read once per part and encode_matrix once per
-// batch, from L2.
+// Launches of few slots have a kernel of their own in encode_sketch_few.cuh. In the others both products run on tensor cores; the mean enters
+// mode 0 alone, because every other mode of a constant is exactly zero. Head dims up to 128 have the kernel in encode_sketch_resident.cuh.
+// The one here serves larger head dims: a CTA takes a window of slots of one kv head, lists the pages that end in it, and codes them in
+// batches of 16, M of a tensor-core multiply. T and Y are split into two 16-bit parts, so that codes are those of float32 arithmetic except
+// next to a boundary. The 16 modes are processed in parts that need equally many half rows of the record, one warp or two to a half row
+// (32 coefficient rows); the keys are read once per part and encode_matrix once per batch, from L2.
+#include "encode_sketch_few.cuh"
 #include "encode_sketch_resident.cuh"
 
 namespace kvskim {
@@ -146,8 +147,19 @@ int window_slots(int tokens, int heads, int processors) {
   return window;
 }
 
+// Which kernel makes the records. Codes next to a boundary may differ between both.
+enum Encoder { kByTokens = 0, kFew = 1, kMany = 2 };
+
+// Most slots that the kernel for few of them gets by default. It reads encode_matrix of a kv head, 256 KB at head dim 128, from the L2 cache
+// for each page, or for two that end within 32 slots. Of 256 slots, a chunk of a prompt or a decode step of so many rows, 16 complete a page
+// as a rule: at 8 kv heads 16 to 32 MB, 3 to 6 us at the 5.5 TB/s of an H200. The other kernel reads it once per SM, but takes 17 us for one page
+// and 31 us for 512.
+constexpr int kFewTokens = 256;
+
 template <ElementType Element, int D>
-cudaError_t launch_encode(EncodeSketch parameters, int processors, int flags, cudaStream_t stream) {
+cudaError_t launch_encode(EncodeSketch parameters, int encoder, int processors, int flags, cudaStream_t stream) {
+  if (encoder == kFew || (encoder == kByTokens && parameters.tokens <= kFewTokens))
+    return launch_encode_few<Element, D>(parameters, processors, flags, stream);
   if constexpr (D <= 128) {
     // One CTA per SM for the whole launch, as each reads encode_matrix once. Few slots, as in a decode step: 16 of them each.
     const int most = max(processors / parameters.heads, 1);
@@ -162,13 +174,13 @@ cudaError_t launch_encode(EncodeSketch parameters, int processors, int flags, cu
 }
 
 template <ElementType Element>
-cudaError_t launch_head_dim(int head_dim, const EncodeSketch& parameters, int processors, int flags, cudaStream_t stream) {
+cudaError_t launch_head_dim(int head_dim, const EncodeSketch& parameters, int encoder, int processors, int flags, cudaStream_t stream) {
   switch (head_dim) {
-    case 64: return launch_encode<Element, 64>(parameters, processors, flags, stream);
-    case 96: return launch_encode<Element, 96>(parameters, processors, flags, stream);
-    case 128: return launch_encode<Element, 128>(parameters, processors, flags, stream);
-    case 256: return launch_encode<Element, 256>(parameters, processors, flags, stream);
-    case 576: return launch_encode<Element, 576>(parameters, processors, flags, stream);
+    case 64: return launch_encode<Element, 64>(parameters, encoder, processors, flags, stream);
+    case 96: return launch_encode<Element, 96>(parameters, encoder, processors, flags, stream);
+    case 128: return launch_encode<Element, 128>(parameters, encoder, processors, flags, stream);
+    case 256: return launch_encode<Element, 256>(parameters, encoder, processors, flags, stream);
+    case 576: return launch_encode<Element, 576>(parameters, encoder, processors, flags, stream);
     default: return cudaErrorInvalidValue;
   }
 }
@@ -176,14 +188,15 @@ cudaError_t launch_head_dim(int head_dim, const EncodeSketch& parameters, int pr
 }  // namespace
 }  // namespace kvskim
 
-// Strides in elements; key_cache and all strides aligned to 16 bytes, tokens less than 4 GB apart. slot_mapping int64 [tokens]; tables as in kvskim.selectors.sketch;
-// records uint8 [pages, heads, 256]. Returns a CUDA error code.
+// Strides in elements; key_cache and all its strides, mean and encode_matrix aligned to 16 bytes, tokens less than 4 GB apart. slot_mapping
+// int64 [tokens]; tables as in kvskim.selectors.sketch; records uint8 [pages, heads, 256]; encoder: Encoder. Returns a CUDA error code.
 extern "C" int kvskim_encode_sketch(const void* key_cache, int element, int64_t block_stride, int64_t token_stride, int64_t head_stride,
                                     int block_size, const int64_t* slot_mapping, int tokens, const float* mean, const void* encode_matrix,
                                     const uint8_t* coefficient_bits, const int* coefficient_count, const int16_t* slot_coefficient,
                                     const uint8_t* slot_digit, uint8_t* records, int64_t pages, int heads, int head_dim, float key_scale,
-                                    int flags, cudaStream_t stream) {
+                                    int encoder, int flags, cudaStream_t stream) {
   using namespace kvskim;
+  if (encoder < kByTokens || encoder > kMany) return cudaErrorInvalidValue;
   if (tokens == 0 || heads == 0) return cudaSuccess;
   int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -199,9 +212,9 @@ extern "C" int kvskim_encode_sketch(const void* key_cache, int element, int64_t 
                                 static_cast<const __nv_bfloat16*>(encode_matrix), coefficient_bits, coefficient_count, slot_coefficient,
                                 slot_digit, records, pages, heads, key_scale};
   switch (element) {
-    case kBFloat16: return launch_head_dim<kBFloat16>(head_dim, parameters, processors, flags, stream);
-    case kFloat16: return launch_head_dim<kFloat16>(head_dim, parameters, processors, flags, stream);
-    case kFloat8E4M3: return launch_head_dim<kFloat8E4M3>(head_dim, parameters, processors, flags, stream);
+    case kBFloat16: return launch_head_dim<kBFloat16>(head_dim, parameters, encoder, processors, flags, stream);
+    case kFloat16: return launch_head_dim<kFloat16>(head_dim, parameters, encoder, processors, flags, stream);
+    case kFloat8E4M3: return launch_head_dim<kFloat8E4M3>(head_dim, parameters, encoder, processors, flags, stream);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -1,4 +1,4 @@
-// Makes the selected pages of values hot, see kvskim.ops.fetch: one cluster of CTAs decides what is copied where, and copies it.
+// Makes the selected pages hot, see kvskim.ops.fetch: one cluster of CTAs decides what is copied where, and copies it.
 //
 // Entries of all page tables are numbered by row, kv head and place in the table, and each CTA has a run of them. Missing pages are claimed in the
 // directory itself: entry e lowers a 0 to e - 2^31, and the lowest entry that selects a page wins. Then each CTA knows how many claims it has won,
@@ -13,8 +13,9 @@ namespace kvskim {
 constexpr int kFetchWarps = 16;
 constexpr int kFetchThreads = 32 * kFetchWarps;
 constexpr int kFetchCluster = 16;
-constexpr int kAgeClasses = 16;  // kvskim.tier.values.AGE_CLASSES
+constexpr int kAgeClasses = 16;  // kvskim.tier.pages.AGE_CLASSES
 constexpr int kInUse = -1;
+constexpr int kCopiesLater = 4;  // launch flag
 static_assert(kFetchWarps >= kAgeClasses && kFetchWarps <= 32 && kFetchThreads >= kFetchCluster * kAgeClasses);
 constexpr int kFetchPairs = 32768;  // most (row, kv head) of a launch: their first entries are kept in shared memory
 
@@ -33,8 +34,10 @@ struct FetchParameters {
   const int* counts;
   int* missing;  // [slots]: page * heads + head of the pages to copy
   int* victims;  // [slots]: where to
+  int* fetched_pages;  // [1]: how many
   int pairs, heads, slots, table_capacity, pages_per_block;
   int page_pieces;  // pieces of 16 bytes of a page of one kv head
+  int copies;       // 0: another kernel copies; until then missing pages are not hot, and the slots that they get are empty
 };
 
 __device__ __forceinline__ void cluster_barrier() {
@@ -73,7 +76,7 @@ __device__ __forceinline__ int total_pages(const FetchParameters& a, int request
   return (max(a.seq_lens[request], 0) + kPageTokens - 1) / kPageTokens;
 }
 
-// As kvskim.tier.torch_values.age_classes. Past L1, because other CTAs write stamps in the same launch.
+// As kvskim.tier.torch_pages.age_classes. Past L1, because other CTAs write stamps in the same launch.
 __device__ __forceinline__ int age_class(const FetchParameters& a, int slot, int now) {
   const int age = static_cast<int>(static_cast<unsigned>(now) - static_cast<unsigned>(__ldcg(a.stamp + slot)));
   if (__ldcg(a.owner + slot) < 0) return kAgeClasses - 1;
@@ -224,7 +227,7 @@ __global__ void __launch_bounds__(kFetchThreads, 2) fetch_kernel(const __grid_co
       int sum;
       const int number = order + block_prefix(mine, sums, sum);
       if (mine && number < fetched) __stcg(a.missing + number, key);
-      if (mine && number >= fetched) __stcg(a.directory + key, 0);
+      if (mine && (number >= fetched || !a.copies)) __stcg(a.directory + key, 0);
       order += sum;
     }
 
@@ -251,6 +254,7 @@ __global__ void __launch_bounds__(kFetchThreads, 2) fetch_kernel(const __grid_co
           __stcg(a.victims + number, slot);
           const int former = __ldcg(a.owner + slot);
           if (former >= 0) __stcg(a.directory + former, 0);
+          __stcg(a.owner + slot, -1);
           __stcg(a.stamp + slot, now);
         }
       }
@@ -259,7 +263,7 @@ __global__ void __launch_bounds__(kFetchThreads, 2) fetch_kernel(const __grid_co
     cluster_barrier();
 
     // ---- copy: a warp has a page at a time ----
-    for (int i = warp * ctas + rank; i < fetched; i += kFetchWarps * ctas) {
+    for (int i = warp * ctas + rank; i < (a.copies ? fetched : 0); i += kFetchWarps * ctas) {
       const int key = __ldcg(a.missing + i), slot = __ldcg(a.victims + i);
       const uint4* from = a.host + static_cast<int64_t>(key) * a.page_pieces;
       uint4* to = a.hot + static_cast<int64_t>(slot) * a.page_pieces;
@@ -285,6 +289,7 @@ __global__ void __launch_bounds__(kFetchThreads, 2) fetch_kernel(const __grid_co
     a.counters[0] += all_selected;
     a.counters[1] += missing;
     a.counters[2] += fetched;
+    *a.fetched_pages = fetched;
     *a.clock = static_cast<int>(static_cast<unsigned>(now) + 1u);
   }
 }
@@ -292,11 +297,13 @@ __global__ void __launch_bounds__(kFetchThreads, 2) fetch_kernel(const __grid_co
 }  // namespace kvskim
 
 // host [pages, heads, page_bytes] at an address that the device reads; hot [slots, page_bytes]; directory [pages, heads], owner and stamp [slots],
-// clock [1], counters [3]: see kvskim.tier.values.ValueTier. block_table [pairs / heads, ...], seq_lens [pairs / heads], pages [pairs, table_capacity],
-// counts [pairs]: the selection. missing and victims [slots]: room to work in. page_bytes is a multiple of 16, as all addresses of pages are.
+// clock [1], counters [3]: see kvskim.tier.pages.HostTier. block_table [pairs / heads, ...], seq_lens [pairs / heads], pages [pairs, table_capacity],
+// counts [pairs]: the selection. missing and victims [slots], fetched_pages [1]: room to work in, and with the flag kCopiesLater what is to be copied.
+// page_bytes is a multiple of 16, as all addresses of pages are.
 extern "C" int kvskim_fetch(const void* host, void* hot, int* directory, int* owner, int* stamp, int* clock, int64_t* counters, const int* block_table,
-                            int64_t block_table_stride, const int* seq_lens, const int* pages, const int* counts, int* missing, int* victims, int pairs,
-                            int heads, int slots, int table_capacity, int pages_per_block, int page_bytes, int flags, cudaStream_t stream) {
+                            int64_t block_table_stride, const int* seq_lens, const int* pages, const int* counts, int* missing, int* victims,
+                            int* fetched_pages, int pairs, int heads, int slots, int table_capacity, int pages_per_block, int page_bytes, int flags,
+                            cudaStream_t stream) {
   using namespace kvskim;
   if (pairs < 0 || pairs > kFetchPairs || heads < 1 || slots < 1 || table_capacity < 0 || pages_per_block < 1 || page_bytes < 16 || page_bytes % 16)
     return cudaErrorInvalidValue;
@@ -321,7 +328,9 @@ extern "C" int kvskim_fetch(const void* host, void* hot, int* directory, int* ow
   a.slots = slots;
   a.table_capacity = table_capacity;
   a.pages_per_block = pages_per_block;
+  a.fetched_pages = fetched_pages;
   a.page_pieces = page_bytes / 16;
+  a.copies = (flags & kCopiesLater) == 0;
   // Rounded up, so that few sizes have to be looked up.
   const int shared_bytes = static_cast<int>(sizeof(FetchShared)) + ceil_div(pairs + 1, 1024) * 1024 * static_cast<int>(sizeof(int));
   for (int cluster = kFetchCluster; cluster >= 1; cluster /= 2) {

@@ -56,24 +56,60 @@ static_assert(bundles_hold_every_half_row(), "every half row is in one bundle");
 struct PrepareArguments {
   const uint16_t* query;
   int64_t query_row_stride, query_head_stride;
+  const uint16_t* rest;                // channels from `split` on, where they have memory of their own
+  int64_t rest_row_stride, rest_head_stride;
+  int split;                           // dim where they have not; a multiple of 32
   const __nv_bfloat16* query_matrix;   // [H, 1024, D]
   const int16_t* slot_coefficient;     // [H, 1024]
   const uint8_t* slot_digit;           // [H, 1024]
   const float* mean;                   // [H, D]
   const uint8_t* key_cache;
   int64_t key_block_stride, key_token_stride, key_head_stride;  // elements
+  const int* directory;                // [blocks, H]: slot + 1 of a hot copy, or 0; null where the keys are in GPU memory
+  int64_t hot_offset;                  // elements from key_cache to the first slot
   const int* block_table;
   int64_t block_table_stride;
   const int* seq_lens;
   uint8_t* weights;
   float4* scales;
   float *base, *forced;                // [R, H, padded group]
+  int blocks, live_blocks;             // of 16 columns of a padded group, 1 for smaller ones; and of those, blocks with query heads
   int requests, heads, group, dim, page_shift, sink_pages, window_pages, full_pages, settled;
-  int column_shift;                    // log2 of the padded group
+  int column_shift;                    // log2 of the columns of a block: of the padded group, at most 16
   int forced_requests, forced_roles;   // requests of a CTA of always-attended pages (1 or 2); such CTAs per head
   int float8;                          // keys are float8
   float scale, softcap, key_scale;
   Bundles bundles;
+};
+
+// Up to 16 query heads of one kv head: what a CTA prepares. LONG: see kLongSteps; else the block is the group.
+template <bool LONG>
+struct QueryHeads {
+  int head, block;
+
+  __device__ __forceinline__ QueryHeads(const PrepareArguments& p, int index)
+      : head(LONG ? index / p.live_blocks : index), block(LONG ? index - head * p.live_blocks : 0) {}
+
+  __device__ __forceinline__ int count(const PrepareArguments& p) const {
+    return LONG ? min(p.group - kBlockColumns * block, kBlockColumns) : p.group;
+  }
+  // Which of the blocks of all requests and kv heads: they lie as those of so many kv heads would.
+  __device__ __forceinline__ int64_t place(const PrepareArguments& p, int request) const {
+    const int64_t row = static_cast<int64_t>(request) * p.heads + head;
+    return LONG ? row * p.blocks + block : row;
+  }
+  // The query of a column of the block; columns past the group repeat its last query head. `rest`: so that its channels count on from `split`.
+  __device__ __forceinline__ const uint16_t* query(const PrepareArguments& p, int request, int member) const {
+    return p.query + request * p.query_row_stride + query_head(p, member) * p.query_head_stride;
+  }
+  __device__ __forceinline__ const uint16_t* rest(const PrepareArguments& p, int request, int member) const {
+    return p.rest + request * p.rest_row_stride + query_head(p, member) * p.rest_head_stride - p.split;
+  }
+
+ private:
+  __device__ __forceinline__ int query_head(const PrepareArguments& p, int member) const {
+    return head * p.group + min(LONG ? kBlockColumns * block + member : member, p.group - 1);
+  }
 };
 
 // Loads that the compiler neither sinks to their use nor moves across the wait for the kernel ahead, so that all of a warp are under way at
@@ -109,8 +145,20 @@ __device__ __forceinline__ void prefetch_row(const T* row, int elements, int fir
   for (int at = first + 64 * quad_lane; at < elements; at += 256) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + at));
 }
 
-// Steps of 32 channels that are loaded together. Steps past the end are zeros.
-constexpr int kSteps = 4;
+// Steps of 32 channels that are loaded together; steps past the end are zeros. Short rows are one load. Long ones, which may be in two parts and of
+// any group, are one load after the other: so for these as many steps as registers allow with one CTA on a multiprocessor.
+constexpr int kShortSteps = 4, kLongSteps = 9;
+
+// Calls load(first step) for all groups of so many steps.
+template <int STEPS, bool LONG, class Load>
+__device__ __forceinline__ void for_steps(int steps, const Load& load) {
+  if constexpr (!LONG) {
+    load(0);
+  } else {
+#pragma unroll 1
+    for (int first = 0; first < steps; first += STEPS) load(first);
+  }
+}
 
 __device__ __forceinline__ uint32_t bf16_pair(float x, float y) {
   const __nv_bfloat162 v = __floats2bfloat162_rn(x, y);

@@ -28,15 +28,17 @@ __device__ __forceinline__ uint4 widen(uint2 raw) {
 }
 
 // Logits before the scale of the 16 tokens of a page: rows at row[0] (tokens g) and row[1] (g + 8), columns of eight query heads.
-template <bool HALF, bool FLOAT8>
-__device__ __forceinline__ void page_logits(const PrepareArguments& p, const int64_t (&row)[2], const uint16_t* query, float (&sum)[4]) {
+template <bool HALF, bool FLOAT8, bool LONG>
+__device__ __forceinline__ void page_logits(const PrepareArguments& p, const int64_t (&row)[2], const uint16_t* query, const uint16_t* rest,
+                                            float (&sum)[4]) {
+  constexpr int STEPS = LONG ? kLongSteps : kShortSteps;
   const int steps = p.dim / 32;
-  for (int first_step = 0; first_step < steps; first_step += kSteps) {
+  for_steps<STEPS, LONG>(steps, [&](int first_step) {
     using Keys = std::conditional_t<FLOAT8, uint2, uint4>;
-    Keys key[2][kSteps];
-    uint4 x[kSteps];
+    Keys key[2][STEPS];
+    uint4 x[STEPS];
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
+    for (int s = 0; s < STEPS; ++s) {
       const int64_t offset = 32 * (first_step + s);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
@@ -44,24 +46,27 @@ __device__ __forceinline__ void page_logits(const PrepareArguments& p, const int
         else key[h][s] = load16_here(p.key_cache + 2 * (row[h] + offset), first_step + s < steps);
     }
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) x[s] = load16_here(query + 32 * (first_step + s), first_step + s < steps);
+    for (int s = 0; s < STEPS; ++s) {
+      const int step = first_step + s;
+      x[s] = load16_here((LONG && 32 * step >= p.split ? rest : query) + 32 * step, step < steps);
+    }
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
+    for (int s = 0; s < STEPS; ++s) {
       uint4 a, b;
       if constexpr (FLOAT8) a = widen<HALF>(key[0][s]), b = widen<HALF>(key[1][s]);
       else a = key[0][s], b = key[1][s];
       mma_16816<HALF>(sum, a.x, b.x, a.y, b.y, x[s].x, x[s].y);
       mma_16816<HALF>(sum, a.z, b.z, a.w, b.w, x[s].z, x[s].w);
     }
-  }
+  });
 }
 
 // A warp serves one team: up to eight query heads of one request of the CTA. The warps of a team share its pages.
-template <bool HALF>
-__device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int role, int head) {
+template <bool HALF, bool LONG>
+__device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int role, const QueryHeads<LONG>& heads) {
   __shared__ float warp_max[kPrepareWarps][8], warp_sum[kPrepareWarps][8], mean_score[2][16];
   __shared__ int live[kPrepareWarps];
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3, head = heads.head;
   const int columns = 1 << p.column_shift, tiles = columns == 16 ? 2 : 1, teams = p.forced_requests * tiles;
   const int team = warp % teams, start = warp / teams, stride = kPrepareWarps / teams;
   const int first_request = role * p.forced_requests, request = first_request + team / tiles, first_member = 8 * (team % tiles);
@@ -80,19 +85,22 @@ __device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int ro
   int64_t row[2] = {0, 0};
   auto locate = [&](int i) {
     const int page = page_of(i), token = (page * kPageTokens) & (block_tokens - 1);
-    const int64_t block = table.entry(page) * p.key_block_stride + head * p.key_head_stride + 8 * q;
+    const int64_t entry = table.entry(page);
+    int64_t block = entry * p.key_block_stride + head * p.key_head_stride + 8 * q;
+    if (p.directory) {  // last changed by the fetch of the step before
+      const int place = p.directory[entry * p.heads + head];
+      if (place > 0) block = p.hot_offset + (place - 1) * p.key_head_stride + 8 * q;
+    }
     tokens = length - page * kPageTokens;
 #pragma unroll
     for (int h = 0; h < 2; ++h) row[h] = block + (token + (g + 8 * h < tokens ? g + 8 * h : 0)) * p.key_token_stride;
   };
-  auto query_of = [&](int r, int member) {
-    return p.query + r * p.query_row_stride + (head * p.group + min(member, p.group - 1)) * p.query_head_stride;
-  };
-  const uint16_t* query = query_of(request, first_member + g) + 8 * q;
+  const uint16_t* query = heads.query(p, request, first_member + g) + 8 * q;
+  const uint16_t* rest = LONG ? heads.rest(p, request, first_member + g) + 8 * q : nullptr;
   if (start < first + last) locate(start);
   keep_here(row[0]), keep_here(row[1]), keep_here(query);
   // Rows that are longer than one load come one latency after the other; from the L2 cache these are short. It may hold what is written still.
-  if (!p.float8 && p.dim > 32 * kSteps && start < first + last)
+  if (LONG && !p.float8 && start < first + last)
     for (int h = 0; h < 2; ++h) prefetch_row(reinterpret_cast<const uint16_t*>(p.key_cache) + (row[h] - 8 * q), p.dim, 0, q);
   wait_previous_kernel();
 
@@ -101,8 +109,8 @@ __device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int ro
   for (int i = start; i < first + last; i += stride) {
     const bool inside[2] = {g < tokens, g + 8 < tokens};
     float sum[4] = {};
-    if (p.float8) page_logits<HALF, true>(p, row, query, sum);
-    else page_logits<HALF, false>(p, row, query, sum);
+    if (p.float8) page_logits<HALF, true, LONG>(p, row, query, rest, sum);
+    else page_logits<HALF, false, LONG>(p, row, query, rest, sum);
     if (i + stride < first + last) locate(i + stride);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -124,9 +132,11 @@ __device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int ro
   // Scores of the mean key, a warp each, the last warps first: with few pages they have nothing else to do.
   const int dots = min(p.forced_requests, p.requests - first_request) << p.column_shift;
   for (int i = kPrepareWarps - 1 - warp; i < dots; i += kPrepareWarps) {
-    const uint16_t* from = query_of(first_request + (i >> p.column_shift), i & (columns - 1));
+    const int r = first_request + (i >> p.column_shift), member = i & (columns - 1);
+    const uint16_t* from = heads.query(p, r, member);
     float sum = 0.f;
     for (int d = 4 * lane; d < p.dim; d += 128) {
+      if (LONG && d >= p.split) from = heads.rest(p, r, member);
       const float4 m = *reinterpret_cast<const float4*>(mean + d);
       const uint2 x = *reinterpret_cast<const uint2*>(from + d);
       const float2 low = pair_of<HALF>(x.x), high = pair_of<HALF>(x.y);
@@ -150,10 +160,10 @@ __device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int ro
     float m = -INFINITY, total = 0.f;
     for (int w = from; w < stride * teams; w += teams) m = fmaxf(m, warp_max[w][member & 7]);
     for (int w = from; w < stride * teams; w += teams) total += warp_sum[w][member & 7] * expf(warp_max[w][member & 7] - m);
-    const int64_t to = (((first_request + own) * static_cast<int64_t>(p.heads) + head) << p.column_shift) + member;
+    const int64_t to = (heads.place(p, first_request + own) << p.column_shift) + member;
     const float base = mean_score[own][member];
     p.base[to] = base;
-    p.forced[to] = member < p.group ? m + logf(total) - base : 0.f;
+    p.forced[to] = member < heads.count(p) ? m + logf(total) - base : 0.f;
   }
 }
 

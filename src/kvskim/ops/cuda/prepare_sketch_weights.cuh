@@ -30,9 +30,12 @@ __device__ __forceinline__ void multiply_step(float (&sum)[4], const uint4& a, c
 }
 
 // Whether a request is padding does not matter here: its query is valid memory, its columns touch no others, and nobody reads its weights.
-template <bool HALF, int TILES>
-__device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int bundle, int head, int first_column) {
+template <bool HALF, int TILES, bool LONG>
+__device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int bundle, const QueryHeads<LONG>& heads, int first_column) {
   constexpr int kColumns = 8 * TILES;
+  // Column tiles whose queries are loaded at once, and steps: what registers allow.
+  constexpr int TOGETHER = TILES == 1 || (TILES == 4 && (HALF || !LONG)) ? 1 : 2;
+  constexpr int STEPS = !LONG ? kShortSteps : TILES == 1 ? kLongSteps : TILES == 4 && HALF ? 4 : 6;
   static_assert(kBundleSlots <= 256, "the rows of a bundle are counted in bytes");
   __shared__ float row_weight[kBundleSlots][kColumns + 1];
   __shared__ int column_max[kBundleRows][kColumns], column_sum[kBundleRows][kColumns];
@@ -40,7 +43,7 @@ __device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int b
   const int half = warp >> 1, unit = warp & 1, steps = p.dim / 32;
   const BundleRow own = p.bundles.row[bundle][half];
   const bool used = own.slot >= 0;
-  const int64_t slot = head * kSlots + own.slot + sketch::unit_slots * unit;  // the first of this warp's rows, and of its slots
+  const int64_t slot = heads.head * kSlots + own.slot + sketch::unit_slots * unit;  // the first of this warp's rows, and of its slots
 
   // Nobody reads the weights of requests that are attended whole. Not worth a load after the wait for the kernel ahead.
   if (p.settled && p.full_pages > 0) {
@@ -52,11 +55,11 @@ __device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int b
 
   // Everything that does not depend on the query, before the kernel ahead of this one has ended. Rows past the mode's coefficient count
   // are zero, so the count is not needed.
-  uint4 a[2][kSteps];
+  uint4 a[2][STEPS];
   const __nv_bfloat16* rows = p.query_matrix + (slot + g) * p.dim + 8 * q;
   auto load_rows = [&](int first_step) {
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
+    for (int s = 0; s < STEPS; ++s) {
       a[0][s] = load16_here(rows + 32 * (first_step + s), first_step + s < steps);
       a[1][s] = load16_here(rows + 8 * p.dim + 32 * (first_step + s), first_step + s < steps);
     }
@@ -68,8 +71,10 @@ __device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int b
     digits = load4_here(p.slot_digit + slot + 4 * q);
     load_rows(0);
     // Rows that are longer than one load: the rest goes to the L2 cache now, for behind the wait its loads come one latency after the other.
-    prefetch_row(p.query_matrix + (slot + g) * p.dim, p.dim, kSteps * 32, q);
-    prefetch_row(p.query_matrix + (slot + g + 8) * p.dim, p.dim, kSteps * 32, q);
+    if constexpr (LONG) {
+      prefetch_row(p.query_matrix + (slot + g) * p.dim, p.dim, STEPS * 32, q);
+      prefetch_row(p.query_matrix + (slot + g + 8) * p.dim, p.dim, STEPS * 32, q);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int coefficient = static_cast<int16_t>((i < 2 ? coefficients.x : coefficients.y) >> (16 * (i & 1)));
@@ -79,39 +84,44 @@ __device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int b
   for (int i = tid; i < kBundleRows * kColumns; i += kPrepareThreads) (&column_max[0][0])[i] = (&column_sum[0][0])[i] = 0;
   const int columns = 1 << p.column_shift;
   // Columns past the group or the batch repeat another: what comes of them is not read or not written.
-  constexpr bool kAddressesEarly = TILES <= (HALF ? 1 : 2);  // else they take registers that the rows need
-  const uint16_t* query[TILES];
-  auto locate_queries = [&] {
-#pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-      const int column = first_column + 8 * n + g;
-      const int request = min(column >> p.column_shift, p.requests - 1), member = min(column & (columns - 1), p.group - 1);
-      query[n] = p.query + request * p.query_row_stride + (head * p.group + member) * p.query_head_stride + 8 * q;
-      if constexpr (kAddressesEarly) keep_here(query[n]);
-    }
+  constexpr bool kAddressesEarly = TILES <= (HALF && !LONG ? 1 : 2);  // else they take registers that the rows need
+  const uint16_t *query[TILES], *rest[TILES];
+  auto locate_queries = [&](int n) {
+    const int column = first_column + 8 * n + g, request = min(column >> p.column_shift, p.requests - 1), member = column & (columns - 1);
+    query[n] = heads.query(p, request, member) + 8 * q;
+    if constexpr (LONG) rest[n] = heads.rest(p, request, member) + 8 * q;
+    if constexpr (kAddressesEarly) keep_here(query[n]);
+    if constexpr (LONG && kAddressesEarly) keep_here(rest[n]);
   };
-  if constexpr (kAddressesEarly) locate_queries();
+  if constexpr (kAddressesEarly)
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) locate_queries(n);
   wait_previous_kernel();
 
   if (used) {
-    if constexpr (!kAddressesEarly) locate_queries();
+    if constexpr (!kAddressesEarly && LONG)
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) locate_queries(n);
     float sum[TILES][4] = {};
-    constexpr int kTogether = TILES == 2 ? 2 : 1;  // column tiles whose queries are loaded at once: what registers allow
-    for (int first_step = 0; first_step < steps; first_step += kSteps) {
-      if (first_step) load_rows(first_step);
+    for_steps<STEPS, LONG>(steps, [&](int first_step) {
+      if (LONG && first_step) load_rows(first_step);
 #pragma unroll
-      for (int n = 0; n < TILES; n += kTogether) {
-        uint4 x[kTogether][kSteps];
+      for (int n = 0; n < TILES; n += TOGETHER) {
+        uint4 x[TOGETHER][STEPS];
+        if constexpr (!kAddressesEarly && !LONG) locate_queries(n);
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s)
+        for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-          for (int m = 0; m < kTogether; ++m) x[m][s] = load16_here(query[n + m] + 32 * (first_step + s), first_step + s < steps);
+          for (int m = 0; m < TOGETHER; ++m) {
+            const int step = first_step + s;
+            x[m][s] = load16_here((LONG && 32 * step >= p.split ? rest[n + m] : query[n + m]) + 32 * step, step < steps);
+          }
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s)
+        for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-          for (int m = 0; m < kTogether; ++m) multiply_step<HALF>(sum[n + m], a[0][s], a[1][s], x[m][s]);
+          for (int m = 0; m < TOGETHER; ++m) multiply_step<HALF>(sum[n + m], a[0][s], a[1][s], x[m][s]);
       }
-    }
+    });
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
@@ -155,7 +165,7 @@ __device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int b
       total += __shfl_xor_sync(~0u, total, 2);
       if (q == 0) atomicAdd(&column_sum[own.first][local], total);
       if (request < p.requests) {
-        uint8_t* to = p.weights + ((static_cast<int64_t>(request) * p.heads + head) << p.column_shift) * kWeightBytes;
+        uint8_t* to = p.weights + (heads.place(p, request) << p.column_shift) * kWeightBytes;
         to += (member & ~(tile_columns - 1)) * kWeightBytes;
         to += ((own.product / 2 * tile_columns + (member & (tile_columns - 1))) * 4 + q) * 16 + (own.product & 1) * 8 + 4 * unit;
         *reinterpret_cast<uint32_t*>(to) = packed;
@@ -173,7 +183,7 @@ __device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int b
     const float scale = __fdiv_rn(__int_as_float(column_max[place][local]), 127.f) * p.bundles.fold[of.mode];
     const int bias = 3 * p.bundles.power[of.mode] * column_sum[place][local];
     const float whole = static_cast<float>(static_cast<int>(kMagic) + (bias >> 1)), half_unit = (bias & 1) ? 0.5f : 0.f;
-    float* to = reinterpret_cast<float*>(p.scales) + ((static_cast<int64_t>(request) * p.heads + head) << p.column_shift) * (kScaleBytes / 4);
+    float* to = reinterpret_cast<float*>(p.scales) + (heads.place(p, request) << p.column_shift) * (kScaleBytes / 4);
     to += (member & ~(tile_columns - 1)) * (kScaleBytes / 4) + of.mode * tile_columns * 2 + (member & (tile_columns - 1)) / 2 * 4 + (member & 1);
     to[0] = scale;
     to[2] = -fmaf(scale, whole, scale * half_unit);

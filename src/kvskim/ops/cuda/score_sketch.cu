@@ -26,6 +26,7 @@ struct ScoreArguments {
   const float* forced;     // [R, H, Gp]
   __half* scores;          // [R, H, capacity, Gp]
   float* partials;         // [R, H, chunks, Gp]
+  int blocks, live_blocks;  // of 16 columns of a padded group, 1 for smaller ones; and of those, blocks with query heads
   int requests, heads, capacity, chunks, page_shift, sink_pages, window_pages, full_pages, settled;
 };
 
@@ -40,9 +41,14 @@ __device__ __forceinline__ void unrolled(Body body) {
 }
 
 // A plain load with a memory clobber: together with a __syncwarp after it, this keeps ptxas from sinking the loads behind the exponentials.
+// SHARED: other warps of the multiprocessor want the same record.
+template <bool SHARED>
 __device__ __forceinline__ uint4 load_record(const uint8_t* p) {
   uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  if constexpr (SHARED)
+    asm volatile("ld.global.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  else
+    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
 
@@ -97,6 +103,7 @@ __device__ __forceinline__ float odd_sum(const float (&even)[8], float z1, float
 
 // COLUMNS of a column tile: 8 query heads, or 4 that are put into the tensor core twice (its columns 4..7 repeat 0..3), so that lanes
 // q < 2 of a quad can finish page g and lanes q >= 2 page g + 8. TILES column tiles per warp. WEIGHTS_IN_REGISTERS: else in shared memory.
+// BLOCKED: the padded group has several blocks of these columns; a block has weights and scales as a kv head of its own would.
 template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS>
 struct ScoreShape {
   static constexpr int lanes = COLUMNS * 4;                       // lanes with weights of their own
@@ -106,7 +113,7 @@ struct ScoreShape {
   static constexpr int warp_bytes = (WEIGHTS_IN_REGISTERS ? 0 : TILES * vectors * 16) + TILES * (scales + COLUMNS / 2) * 16;
 };
 
-template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS, int CTAS>
+template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS, int CTAS, bool BLOCKED>
 __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const __grid_constant__ ScoreArguments p) {
   using Shape = ScoreShape<COLUMNS, TILES, WEIGHTS_IN_REGISTERS>;
   static_assert(TILES == 1 || !WEIGHTS_IN_REGISTERS, "two column tiles keep their weights in shared memory");
@@ -117,9 +124,10 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   // Of each column tile: scales and offsets of the modes, then, as if they were a 17th mode, the forced log-masses.
   float4* shared_scales = reinterpret_cast<float4*>(shared_weights) + (WEIGHTS_IN_REGISTERS ? 0 : TILES * Shape::vectors);
 
-  // Neighbouring warps take the heads of the same pages, whose records are neighbours in memory.
-  const int index = blockIdx.x * kWarps + warp, rest = index / p.heads;
-  const int head = index - rest * p.heads, request = rest / p.chunks, chunk = rest - request * p.chunks;
+  // Neighbouring warps take the blocks of columns of the same records, and the heads of the same pages, whose records are neighbours in memory.
+  const int index = blockIdx.x * kWarps + warp, pair = BLOCKED ? index / p.live_blocks : index, block = BLOCKED ? index - pair * p.live_blocks : 0;
+  const int rest = pair / p.heads;
+  const int head = pair - rest * p.heads, request = rest / p.chunks, chunk = rest - request * p.chunks;
   if (!p.settled) wait_previous_kernel();
   const int length = request < p.requests ? p.seq_lens[request] : 0, total = ceil_div(length, kPageTokens);
   // A request that has just found all but the last token of its prompt in the prefix cache may share its last full page with a row that
@@ -128,7 +136,8 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   const int pages = total > p.full_pages ? total - p.window_pages : 0;
   // Even a warp without work waits: the end of this grid must mean that the kernel ahead has ended too, for the one behind reads its results.
   if (chunk * kTilePages >= pages) return wait_previous_kernel();
-  const int row = request * p.heads + head;
+  const int row = request * p.heads + head, columns = BLOCKED ? p.blocks * Shape::padded : Shape::padded, first_column = block * Shape::padded;
+  const int weight_row = BLOCKED ? row * p.blocks + block : row;
 
   // Pages past the end repeat the last page: its record is valid, its results are not written.
   const BlockTable table{p.block_table + request * p.block_table_stride, p.page_shift};
@@ -142,7 +151,7 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
     for (int h = 0; h < 2; ++h)
       from[h] = p.records + (static_cast<int64_t>(table.physical(entry[h], page_of(tile, h))) * p.heads + head) * sketch::record_bytes + 16 * q;
 #pragma unroll
-    for (int j = 0; j < kRecordVectors; ++j) record[0][j] = load_record(from[0] + 64 * j), record[1][j] = load_record(from[1] + 64 * j);
+    for (int j = 0; j < kRecordVectors; ++j) record[0][j] = load_record<BLOCKED>(from[0] + 64 * j), record[1][j] = load_record<BLOCKED>(from[1] + 64 * j);
   };
   look_up(chunk);
   load_records(chunk);
@@ -151,7 +160,7 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
 
   const int weight_lane = lane % Shape::lanes;
   uint4 register_weights[kProducts / 2];
-  const uint4* weights = reinterpret_cast<const uint4*>(p.weights) + static_cast<int64_t>(row) * (TILES * Shape::vectors);
+  const uint4* weights = reinterpret_cast<const uint4*>(p.weights) + static_cast<int64_t>(weight_row) * (TILES * Shape::vectors);
   if constexpr (WEIGHTS_IN_REGISTERS) {
 #pragma unroll
     for (int i = 0; i < kProducts / 2; ++i) register_weights[i] = weights[i * Shape::lanes + weight_lane];
@@ -161,12 +170,12 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   }
 #pragma unroll
   for (int c = 0; c < TILES; ++c) {
-    const float4* scales = p.scales + (static_cast<int64_t>(row) * TILES + c) * Shape::scales;
+    const float4* scales = p.scales + (static_cast<int64_t>(weight_row) * TILES + c) * Shape::scales;
     float4* to = shared_scales + c * (Shape::scales + COLUMNS / 2);
 #pragma unroll
     for (int i = 0; i < Shape::scales / 32; ++i) to[i * 32 + lane] = scales[i * 32 + lane];
     if (lane < COLUMNS / 2) {
-      const float2 forced = *reinterpret_cast<const float2*>(p.forced + static_cast<int64_t>(row) * Shape::padded + c * COLUMNS + 2 * lane);
+      const float2 forced = *reinterpret_cast<const float2*>(p.forced + static_cast<int64_t>(weight_row) * Shape::padded + c * COLUMNS + 2 * lane);
       to[Shape::scales + lane] = make_float4(forced.x * kLog2E, forced.y * kLog2E, 0.f, 0.f);
     }
   }
@@ -175,10 +184,10 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   // Values of this lane: (column tile, page half, column) for 8 columns; two columns of one page for 4.
   constexpr int kValues = COLUMNS == 8 ? 4 : 2, kAll = TILES * kValues;
   const bool low = q < 2;
-  const int pair = COLUMNS == 8 ? q : q & 1;
+  const int column_pair = COLUMNS == 8 ? q : q & 1;
   float mass[TILES][2] = {};
   const uint32_t first_page = static_cast<uint32_t>(row) * p.capacity;
-  const float4* lane_scales = shared_scales + pair;
+  const float4* lane_scales = shared_scales + column_pair;
 
   for (int tile = chunk; tile * kTilePages < pages; tile += p.chunks) {
     asm volatile("" ::: "memory");  // or the weights in shared memory are hoisted into registers
@@ -242,7 +251,7 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
       // NaN becomes the largest score here and in the sums: a broken estimate may cost time, never quality.
       __half2 h = __floats2half2_rn(x * kLn2, y * kLn2);
       h = __hmax2(__hmin2(h, __float2half2_rn(60000.f)), __float2half2_rn(-60000.f));
-      const int64_t at = static_cast<int64_t>(first_page + page) * Shape::padded + c * COLUMNS + 2 * pair;
+      const int64_t at = static_cast<int64_t>(first_page + page) * columns + first_column + c * COLUMNS + 2 * column_pair;
       if (page < pages) *reinterpret_cast<__half2*>(p.scores + at) = h;
       const float4 forced = lane_scales[c * (Shape::scales + COLUMNS / 2) + Shape::scales];
       constexpr float cap = 83.f * kLog2E;
@@ -268,18 +277,18 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
       float m = mass[c][i];
 #pragma unroll
       for (int x = COLUMNS == 8 ? 4 : 2; x < 32; x <<= 1) m += __shfl_xor_sync(~0u, m, x);
-      if (lane < COLUMNS / 2) p.partials[(static_cast<int64_t>(row) * p.chunks + chunk) * Shape::padded + c * COLUMNS + 2 * pair + i] = m;
+      if (lane < COLUMNS / 2) p.partials[(static_cast<int64_t>(row) * p.chunks + chunk) * columns + first_column + c * COLUMNS + 2 * column_pair + i] = m;
     }
 }
 
-template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS, int CTAS>
+template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS, int CTAS, bool BLOCKED = false>
 cudaError_t launch_score(const ScoreArguments& p, int flags, cudaStream_t stream) {
-  const int64_t warps = static_cast<int64_t>(p.requests) * p.heads * p.chunks;
-  return launch(score_sketch_kernel<COLUMNS, TILES, WEIGHTS_IN_REGISTERS, CTAS>, dim3(static_cast<unsigned>((warps + kWarps - 1) / kWarps)),
+  const int64_t warps = static_cast<int64_t>(p.requests) * p.heads * p.chunks * p.live_blocks;
+  return launch(score_sketch_kernel<COLUMNS, TILES, WEIGHTS_IN_REGISTERS, CTAS, BLOCKED>, dim3(static_cast<unsigned>((warps + kWarps - 1) / kWarps)),
                 kWarps * 32, kWarps * ScoreShape<COLUMNS, TILES, WEIGHTS_IN_REGISTERS>::warp_bytes, stream, flags, p);
 }
 
-// CTAs per multiprocessor of the variant for 4, 8 and 16 columns: measured best.
+// CTAs per multiprocessor of the variant for 4, 8 and 16 columns (a block of a larger group): measured best.
 constexpr int resident_ctas(int padded) { return padded == 4 ? 3 : padded == 8 ? 4 : 2; }
 
 }  // namespace
@@ -289,12 +298,12 @@ constexpr int resident_ctas(int padded) { return padded == 4 ? 3 : padded == 8 ?
 extern "C" int kvskim_score_sketch_chunks(int requests, int heads, int padded, int capacity, int multiprocessors) {
   using namespace kvskim;
   const int64_t warps = static_cast<int64_t>(multiprocessors) * resident_ctas(padded) * kWarps;
-  const int64_t rows = static_cast<int64_t>(requests) * heads;
+  const int64_t rows = static_cast<int64_t>(requests) * heads * (padded > kBlockColumns ? padded / kBlockColumns : 1);
   const int64_t share = rows > 0 ? warps / rows : 1, most = ceil_div(capacity, kTilePages);
   return static_cast<int>(share < 1 || most < 1 ? 1 : share < most ? share : most);
 }
 
-// records [N, H, 256]; scores fp16 [R, H, capacity, Gp], Gp = the group padded to 4, 8 or 16; partials float32 [R, H, chunks, Gp].
+// records [N, H, 256]; scores fp16 [R, H, capacity, Gp], Gp = the group padded to 4, 8, 16, 32, 64 or 128; partials float32 [R, H, chunks, Gp].
 // weights and forced as kvskim_prepare_sketch wrote them. A request of at most full_pages pages is left alone.
 extern "C" int kvskim_score_sketch(const void* records, const void* block_table, int64_t block_table_stride, const void* seq_lens,
                                    const void* weights, const void* forced, void* scores, void* partials, int requests, int heads, int group,
@@ -302,16 +311,19 @@ extern "C" int kvskim_score_sketch(const void* records, const void* block_table,
                                    void* stream) {
   using namespace kvskim;
   if (requests == 0 || heads == 0 || capacity == 0) return cudaSuccess;
-  if (group < 1 || group > 16 || chunks < 1 || window_pages < 1 || sink_pages < 0) return cudaErrorInvalidValue;
+  if (group < 1 || group > kLargestGroup || chunks < 1 || window_pages < 1 || sink_pages < 0) return cudaErrorInvalidValue;
   if (static_cast<int64_t>(requests) * heads * capacity >= (1LL << 32)) return cudaErrorInvalidValue;
-  const int padded = padded_group(group);
-  const uint8_t* scales = static_cast<const uint8_t*>(weights) + static_cast<int64_t>(requests) * heads * padded * kWeightBytes;
+  const int padded = padded_group(group), blocks = column_blocks(group);
+  if (static_cast<int64_t>(requests) * heads * chunks * blocks >= (1LL << 31)) return cudaErrorInvalidValue;
+  const uint8_t* scales = static_cast<const uint8_t*>(weights) + static_cast<int64_t>(requests) * heads * blocks * padded * kWeightBytes;
   const ScoreArguments p{static_cast<const uint8_t*>(records), static_cast<const int*>(block_table), block_table_stride,
                          static_cast<const int*>(seq_lens), static_cast<const uint8_t*>(weights), reinterpret_cast<const float4*>(scales),
-                         static_cast<const float*>(forced), static_cast<__half*>(scores), static_cast<float*>(partials), requests, heads,
-                         capacity, chunks, page_shift, sink_pages, window_pages, full_pages, (flags & kRecordsSettled) != 0};
+                         static_cast<const float*>(forced), static_cast<__half*>(scores), static_cast<float*>(partials), blocks,
+                         ceil_div(group, kBlockColumns), requests, heads, capacity, chunks, page_shift, sink_pages, window_pages, full_pages,
+                         (flags & kRecordsSettled) != 0};
   const auto s = static_cast<cudaStream_t>(stream);
   if (padded == 4) return launch_score<4, 1, true, resident_ctas(4)>(p, flags, s);
   if (padded == 8) return launch_score<8, 1, false, resident_ctas(8)>(p, flags, s);
-  return launch_score<8, 2, false, resident_ctas(16)>(p, flags, s);
+  if (blocks == 1) return launch_score<8, 2, false, resident_ctas(16)>(p, flags, s);
+  return launch_score<8, 2, false, resident_ctas(16), true>(p, flags, s);
 }

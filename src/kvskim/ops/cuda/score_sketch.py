@@ -1,6 +1,7 @@
 """The sketch selector on Hopper: query preparation (prepare_sketch.cu) and page scores (score_sketch.cu) as torch operators.
 
-Shapes: R requests, H kv heads, G query heads per kv head padded to Gp = 4, 8 or 16 columns, D head dim (64, 96, 128, 256, 576).
+Shapes: R requests, H kv heads, G query heads per kv head padded to Gp = 4, 8, 16, 32, 64 or 128 columns, D head dim (a multiple of
+32).
 Checks of shapes and dtypes are the caller's (kvskim.ops.score); here only what the kernels can't take is refused.
 """
 
@@ -23,8 +24,8 @@ _weight_bytes = value_function("kvskim_sketch_weight_bytes", (INT, INT, INT))
 _chunks = value_function("kvskim_score_sketch_chunks", (INT, INT, INT, INT, INT), INT)
 _prepare = function(
     "kvskim_prepare_sketch",
-    (POINTER, LONG, LONG, INT, POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, INT, POINTER, LONG, POINTER,
-     POINTER, POINTER, POINTER, INT, INT, INT, INT, INT, INT, INT, INT, FLOAT, FLOAT, FLOAT, INT, STREAM),
+    (POINTER, LONG, LONG, POINTER, LONG, LONG, INT, INT, POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, INT, POINTER, POINTER,
+     POINTER, LONG, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT, INT, INT, INT, INT, FLOAT, FLOAT, FLOAT, INT, STREAM),
 )
 _score = function(
     "kvskim_score_sketch",
@@ -58,12 +59,13 @@ def page_shift(block_size: int) -> int:
 def prepare_sketch(
     query: Tensor, key_cache: Tensor, query_matrix: Tensor, slot_coefficient: Tensor, slot_digit: Tensor, mean: Tensor,
     block_table: Tensor, seq_lens: Tensor, weights: Tensor, base: Tensor, forced: Tensor, scale: float, softcap: float,
-    k_scale: float, sink_pages: int, window_pages: int, full_pages: int, flags: int,
+    k_scale: float, sink_pages: int, window_pages: int, full_pages: int, flags: int, hot: Tensor | None = None, directory: Tensor | None = None,
+    rest: Tensor | None = None,
 ) -> None:
     """Weights of all record digits, score of the mean key (``base``), exact log-mass of the always-attended pages minus it (``forced``).
 
     Args:
-        query: bf16 or fp16 ``[R, H * G, D]``, last dimension contiguous, rows 16-byte aligned.
+        query: bf16 or fp16 ``[R, H * G, D]``, last dimension contiguous, rows 16-byte aligned. Of a query in parts, the first.
         key_cache: ``[blocks, block_size, H, D]`` in the query's dtype or float8_e4m3fn, any strides but the last, rows 16-byte aligned.
         query_matrix, slot_coefficient, slot_digit, mean: of SketchTables (256-byte records), contiguous, 16-byte aligned.
         block_table: int32 ``[R, max_blocks]``. seq_lens: int32 ``[R]``.
@@ -72,6 +74,8 @@ def prepare_sketch(
         softcap: 0 for none.
         full_pages: requests of at most so many pages are left alone.
         flags: OVERLAP_PREVIOUS, RECORDS_SETTLED.
+        hot, directory: of the `kvskim.tier.pages.HostTier` that ``key_cache`` is in, or None.
+        rest: the second part of a query in parts, the same; the first then has a multiple of 32 channels. Or None.
     """
     heads, dim = mean.shape
     requests = seq_lens.shape[0]
@@ -79,12 +83,13 @@ def prepare_sketch(
         raise ValueError(f"query is {query.dtype} and key_cache {key_cache.dtype}; the CUDA kernel takes bfloat16 or float16, keys alike or float8_e4m3fn")
     if query_matrix.shape[1] != 1024:
         raise ValueError(f"records of {query_matrix.shape[1] // 4} bytes; the CUDA kernel is written for 256")
+    rest_strides = (0, 0) if rest is None else (rest.stride(0), rest.stride(1))
     _prepare(
-        pointer(query), query.stride(0), query.stride(1), ELEMENT_TYPES[query.dtype], pointer(query_matrix),
+        pointer(query), query.stride(0), query.stride(1), pointer(rest), *rest_strides, query.shape[2], ELEMENT_TYPES[query.dtype], pointer(query_matrix),
         pointer(slot_coefficient), pointer(slot_digit), pointer(mean), pointer(key_cache), key_cache.stride(0), key_cache.stride(1),
-        key_cache.stride(2), ELEMENT_TYPES[key_cache.dtype], pointer(block_table), block_table.stride(0), pointer(seq_lens), pointer(weights),
-        pointer(base), pointer(forced), requests, heads, query.shape[1] // heads, dim, page_shift(key_cache.shape[1]), sink_pages,
-        window_pages, full_pages, scale, softcap, k_scale, flags, stream(query.device),
+        key_cache.stride(2), ELEMENT_TYPES[key_cache.dtype], pointer(hot), pointer(directory), pointer(block_table), block_table.stride(0),
+        pointer(seq_lens), pointer(weights), pointer(base), pointer(forced), requests, heads, query.shape[1] // heads, dim,
+        page_shift(key_cache.shape[1]), sink_pages, window_pages, full_pages, scale, softcap, k_scale, flags, stream(query.device),
     )
 
 

@@ -13,7 +13,6 @@ namespace kvskim::selection {
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
 constexpr int MAX_CLUSTER = 16;
-constexpr int MAX_GROUP = 16;
 constexpr float INFINITE = __builtin_huge_valf();
 static_assert(WARPS >= MAX_CLUSTER, "each warp sends to one block of the cluster");
 
@@ -42,11 +41,16 @@ struct Descent {
     unsigned long long mass;  // forced share plus the mass above all of those, in units of 2^-31
 };
 
+// Of each column of the scores.
+template <int GROUP>
+struct ColumnsShared {
+    float partial[WARPS][GROUP];
+    float forced[GROUP];
+    float weight[GROUP];  // of a query head in the group-mean mass: 1 / (normaliser * group)
+    float peak[MAX_CLUSTER][GROUP];
+};
+
 struct Shared {
-    float partial[WARPS][MAX_GROUP];
-    float forced[MAX_GROUP];
-    float weight[MAX_GROUP];  // of a query head in the group-mean mass: 1 / (normaliser * group)
-    float peak[MAX_CLUSTER][MAX_GROUP];
     Tally warp_tally[PHASES][WARPS];
     Tally cluster_tally[PHASES][MAX_CLUSTER];  // of every block
     Arrival tallies_arrive[PHASES];

@@ -73,7 +73,7 @@ __device__ __forceinline__ void count_key(const Histograms& histograms, Pass pas
 }
 
 // One thread finds the bin in which the goal is first reached and tells every block.
-__device__ void find_descent_bin(Shared& shared, const Place& place, const Histograms& histograms, const Goal& goal, Pass pass,
+__device__ inline void find_descent_bin(Shared& shared, const Place& place, const Histograms& histograms, const Goal& goal, Pass pass,
                                  const Descent& state) {
     constexpr int EACH = DESCENT_BINS / THREADS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -128,7 +128,7 @@ __device__ void find_descent_bin(Shared& shared, const Place& place, const Histo
 }
 
 // One pass.
-__device__ void descend(Shared& shared, const Place& place, const Histograms& histograms, const Goal& goal, const float* keys, int length,
+__device__ inline void descend(Shared& shared, const Place& place, const Histograms& histograms, const Goal& goal, const float* keys, int length,
                         Pass pass, Descent& state) {
 #pragma unroll 2
     for (int i = threadIdx.x; i < length; i += THREADS) {
@@ -158,7 +158,7 @@ __device__ void descend(Shared& shared, const Place& place, const Histograms& hi
 
 // The histograms must be zero, and every block of the cluster must know it. The goal must not be reached by no page at all, and must be
 // reached by all pages: 1 <= most <= number of keys in the cluster.
-__device__ Cut find_cut(Shared& shared, const Place& place, const Histograms& histograms, const Goal& goal, const float* keys, int length,
+__device__ inline Cut find_cut(Shared& shared, const Place& place, const Histograms& histograms, const Goal& goal, const float* keys, int length,
                         unsigned long long forced_mass) {
     Descent state = {0, 0, forced_mass};
 #pragma unroll 1

@@ -23,7 +23,36 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     return y;
 }
 
-// The scores of one page for all query heads of the group.
+// How a page's columns are shared out: up to 16 are one lane's, of more a lane has eight, and neighbouring lanes have the page together.
+template <int GROUP>
+struct Slice {
+    static constexpr int LANES = GROUP <= 16 ? 1 : GROUP / 8;
+    static constexpr int COLUMNS = GROUP / LANES;
+    int index;  // which of the page's slices
+    int first;  // column
+    int group;  // columns that are query heads
+
+    __device__ __forceinline__ Slice(int i, int all) : index(i), first(i * COLUMNS), group(LANES == 1 ? all : min(max(all - first, 0), COLUMNS)) {}
+    __device__ __forceinline__ static Slice of_lane(int all) { return {LANES == 1 ? 0 : static_cast<int>(threadIdx.x % LANES), all}; }
+};
+
+// Value of a page from those of its slices, for LANES pages at once: every lane has slice `index` of all of them, and gets page `index` of them.
+// leaf(i, j, a, b) gives this lane's values a and b of pages i and j. What is added to what does not depend on the lane.
+template <int LANES, int STEP, typename Leaf, typename Join>
+__device__ __forceinline__ float join_slices(int index, int page, const Leaf& leaf, const Join& join) {
+    float low, high;
+    if constexpr (2 * STEP == LANES) {
+        leaf(page, page + STEP, low, high);
+    } else {
+        low = join_slices<LANES, 2 * STEP>(index, page, leaf, join);
+        high = join_slices<LANES, 2 * STEP>(index, page + STEP, leaf, join);
+    }
+    const bool upper = index & STEP;
+    const float other = __shfl_xor_sync(0xffffffffu, upper ? low : high, STEP);
+    return join(upper ? high : low, other);
+}
+
+// The scores of one page, or of a slice of it.
 template <int GROUP>
 struct Page {
     uint32_t words[GROUP / 2];
@@ -127,54 +156,71 @@ struct Weights {
 };
 
 // Adds up the valid partial sums in a fixed order, so that the last bit of every mass does not depend on how a launch was cut into blocks:
-// shared.weight[g] = 1 / (1 + sum_g) / group. `early` are the partial sums that come first for this thread, `own_forced` the value of the
-// query head of this warp; their loads need not wait for the length.
+// shared.weight[g] = 1 / (1 + sum_g) / group. `early` are the partial sums that come first for this thread, `own_forced` the value of column
+// own_column(); their loads need not wait for the length.
+template <int GROUP>
+__device__ __forceinline__ int own_column() {
+    if constexpr (GROUP > 16) return threadIdx.x < GROUP ? static_cast<int>(threadIdx.x) : -1;
+    return threadIdx.x % 32 == 0 && threadIdx.x / 32 < GROUP ? static_cast<int>(threadIdx.x / 32) : -1;
+}
+
 template <int GROUP, int EARLY>
-__device__ void reduce_partials(Shared& shared, const float* partials, const float (&early)[EARLY], float own_forced, int chunks,
+__device__ void reduce_partials(ColumnsShared<GROUP>& shared, const float* partials, const float (&early)[EARLY], float own_forced, int chunks,
                                 int group) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < EARLY; ++i) sum += static_cast<int>(threadIdx.x) + i * THREADS < chunks * GROUP ? early[i] : 0.0f;
     for (int i = threadIdx.x + EARLY * THREADS; i < chunks * GROUP; i += THREADS) sum += partials[i];
+    if constexpr (GROUP > 16) {
+        float* all = &shared.partial[0][0];  // a thread's column is that of all its partial sums
+        all[threadIdx.x] = sum;
+        __syncthreads();
+        sum = 0.0f;
+        if (threadIdx.x < GROUP) {
 #pragma unroll
-    for (int distance = 16; distance >= GROUP; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    if (lane < GROUP) shared.partial[warp][lane] = sum;
-    __syncthreads();
-    if (warp < GROUP) {
-        sum = warp_sum(lane < WARPS ? shared.partial[lane][warp] : 0.0f);
-        if (lane == 0) {
-            shared.weight[warp] = 1.0f / (1.0f + sum) / group;  // group times the sum might overflow
-            shared.forced[warp] = own_forced;
+            for (int i = 0; i < THREADS / GROUP; ++i) sum += all[threadIdx.x + i * GROUP];
         }
+    } else {
+#pragma unroll
+        for (int distance = 16; distance >= GROUP; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        if (lane < GROUP) shared.partial[warp][lane] = sum;
+        __syncthreads();
+        if (warp < GROUP) sum = warp_sum(lane < WARPS ? shared.partial[lane][warp] : 0.0f);
+    }
+    const int column = own_column<GROUP>();
+    if (column >= 0) {
+        shared.weight[column] = 1.0f / (1.0f + sum) / group;  // group times the sum might overflow
+        shared.forced[column] = own_forced;
     }
     __syncthreads();
 }
 
 // The largest finite score of every query head over the whole cluster, 0 if there is none, becomes its offset.
 template <int GROUP>
-__device__ void find_peaks(Shared& shared, const Place& place, const __half* scores, int length, int group,
-                           Weights<GROUP>& weights) {
+__device__ void find_peaks(ColumnsShared<GROUP>& shared, const Place& place, const __half* scores, int length, const Slice<GROUP>& slice,
+                           Weights<Slice<GROUP>::COLUMNS>& weights) {
+    constexpr int LANES = Slice<GROUP>::LANES, COLUMNS = Slice<GROUP>::COLUMNS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float peak[GROUP];
+    float peak[COLUMNS];
 #pragma unroll
-    for (int g = 0; g < GROUP; ++g) peak[g] = -INFINITE;
+    for (int g = 0; g < COLUMNS; ++g) peak[g] = -INFINITE;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < length; i += THREADS) {
-        Page<GROUP> page;
-        page.load(scores + static_cast<size_t>(i) * GROUP);
+    for (int i = threadIdx.x / LANES; i < length; i += THREADS / LANES) {
+        Page<COLUMNS> page;
+        page.load(scores + static_cast<size_t>(i) * GROUP + slice.first);
 #pragma unroll
-        for (int g = 0; g < GROUP / 2; ++g) {
-            const float2 score = __half22float2(page.used_pair(g, group));
+        for (int g = 0; g < COLUMNS / 2; ++g) {
+            const float2 score = __half22float2(page.used_pair(g, slice.group));
             if (score.x < INFINITE) peak[2 * g] = fmaxf(peak[2 * g], score.x);
             if (score.y < INFINITE) peak[2 * g + 1] = fmaxf(peak[2 * g + 1], score.y);
         }
     }
 #pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
+    for (int g = 0; g < COLUMNS; ++g) {
 #pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) peak[g] = fmaxf(peak[g], __shfl_xor_sync(0xffffffffu, peak[g], distance));
-        if (lane == 0) shared.partial[warp][g] = peak[g];
+        for (int distance = 16; distance >= LANES; distance /= 2) peak[g] = fmaxf(peak[g], __shfl_xor_sync(0xffffffffu, peak[g], distance));
+        if (lane < LANES) shared.partial[warp][slice.first + g] = peak[g];
     }
     __syncthreads();
     if (threadIdx.x < GROUP) {
@@ -187,13 +233,13 @@ __device__ void find_peaks(Shared& shared, const Place& place, const __half* sco
     place.synchronise();
     float smallest = INFINITE;
 #pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
+    for (int g = 0; g < COLUMNS; ++g) {
         float largest = -INFINITE;
 #pragma unroll 1
-        for (int other = 0; other < place.active; ++other) largest = fmaxf(largest, shared.peak[other][g]);
+        for (int other = 0; other < place.active; ++other) largest = fmaxf(largest, shared.peak[other][slice.first + g]);
         if (!(largest > -INFINITE)) largest = 0.0f;
-        weights.set(g, g < group ? largest : 0.0f, g < group ? 1.0f : 0.0f);
-        if (g < group) smallest = fminf(smallest, largest);
+        weights.set(g, g < slice.group ? largest : 0.0f, g < slice.group ? 1.0f : 0.0f);
+        if (g < slice.group) smallest = fminf(smallest, largest);
     }
     weights.finish(smallest);
 }

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvskim.layout import PAGE_TOKENS, ceil_div
 from kvskim.ops.triton.page_loads import CHANNELS
+from kvskim.tier.pages import HostTier
 
 
 @triton.jit
@@ -19,15 +20,16 @@ def soft_capped(x, softcap):
 # Sizes of a batch are not specialised: one compilation serves every batch.
 @triton.jit(do_not_specialize=["table_stride", "sink_pages", "window_pages"])
 def _forced_kernel(
-    query, key_cache, block_table, seq_lens, offset, forced, base,
+    query, key_cache, hot, directory, block_table, seq_lens, offset, forced, base,
     query_stride_r, query_stride_h, key_stride_b, key_stride_t, key_stride_h, table_stride,
     scale, softcap, k_scale, sink_pages, window_pages,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_STORED: tl.constexpr, HEAD_DIM: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr,
-    SOFTCAP: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, HEAD_TILES: tl.constexpr,
+    SOFTCAP: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, HEAD_TILES: tl.constexpr, TIERED: tl.constexpr,
 ):
     """One program per (request, kv head, 16 query heads): online log-sum-exp over the first and the last pages of the request.
 
-    WIDE: products in float32, for queries and keys of different types and for the interpreter.
+    WIDE: products in float32, for queries and keys of different types and for the interpreter. TIERED: ``key_cache`` is in a
+    `kvskim.tier.pages.HostTier`, whose blocks are pages and whose slots lie as its kv heads do; hot pages are read from their slots.
     """
     request = tl.program_id(0)
     head = tl.program_id(1) // HEAD_TILES
@@ -58,6 +60,10 @@ def _forced_kernel(
         live = token < seq_len
         in_block = (page % PAGES_PER_BLOCK) * 16 + t
         key_row = key_cache + block * key_stride_b + in_block[None, :] * key_stride_t + head * key_stride_h
+        if TIERED:
+            place = tl.load(directory + block * KV_HEADS + head).to(tl.int64)
+            if place > 0:
+                key_row = hot + (place - 1) * key_stride_h + in_block[None, :] * key_stride_t
         logits = tl.zeros([16, 16], tl.float32)
         for start in range(0, HEAD_DIM, STEP):
             c = start + d
@@ -81,7 +87,7 @@ def _forced_kernel(
 
 def forced_mass(
     query: Tensor, key_cache: Tensor, block_table: Tensor, seq_lens: Tensor, offset: Tensor, *, scale: float, softcap: float | None,
-    sink_pages: int, window_pages: int, k_scale: float, forced: Tensor, base: Tensor,
+    sink_pages: int, window_pages: int, k_scale: float, forced: Tensor, base: Tensor, tier: HostTier | None = None,
 ) -> None:
     """Exact log-sum-exp over the always-attended pages, minus ``base``, and ``base = scale q . offset``.
 
@@ -100,6 +106,7 @@ def forced_mass(
         k_scale: factor from stored to real keys.
         forced: float32 ``[R, H, padded group]``, contiguous; written for the first ``Hq / H`` columns.
         base: the same.
+        tier: holds ``key_cache``, or None; what of it is hot is read from there.
 
     Source: docs/how-it-works.md, section "Scores".
     """
@@ -108,10 +115,10 @@ def forced_mass(
         return
     tiles = ceil_div(query.shape[1] // heads, 16)
     _forced_kernel[(requests, heads * tiles)](
-        query, key_cache, block_table, seq_lens, offset, forced, base,
-        query.stride(0), query.stride(1), key_cache.stride(0), key_cache.stride(1), key_cache.stride(2), block_table.stride(0),
+        query, key_cache, key_cache if tier is None else tier.hot, block_table if tier is None else tier.directory, block_table, seq_lens, offset,
+        forced, base, query.stride(0), query.stride(1), key_cache.stride(0), key_cache.stride(1), key_cache.stride(2), block_table.stride(0),
         scale, softcap or 0.0, k_scale, sink_pages, window_pages,
         KV_HEADS=heads, GROUP=query.shape[1] // heads, GROUP_STORED=forced.shape[2], HEAD_DIM=query.shape[2],
         PAGES_PER_BLOCK=key_cache.shape[1] // PAGE_TOKENS, SOFTCAP=bool(softcap), STEP=CHANNELS,
-        WIDE=query.is_cpu or query.dtype != key_cache.dtype, HEAD_TILES=tiles, num_warps=2,
+        WIDE=query.is_cpu or query.dtype != key_cache.dtype, HEAD_TILES=tiles, TIERED=tier is not None, num_warps=2,
     )

@@ -1,4 +1,4 @@
-"""Four kernels, one after the other, that decide what to fetch and fetch it; see `kvskim.ops.fetch`.
+"""Three kernels, one after the other, that decide what to fetch, and one that fetches it; see `kvskim.ops.fetch`.
 
 Missing pages are claimed in the directory itself: entry e of the selection lowers a 0 to e - 2^31, and the lowest entry that selects a page wins
 whatever the order in which programs run. Entries are numbered by row, kv head and place in the table. A program has consecutive entries, so
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvskim.layout import PAGE_TOKENS, ceil_div
 from kvskim.ops.fetch import SLOT_CHUNK, FetchScratch
-from kvskim.ops.triton.attend_latent import live_count
-from kvskim.tier.values import AGE_CLASSES, ValueTier
+from kvskim.ops.triton.attend_parts import live_count
+from kvskim.tier.pages import AGE_CLASSES, HostTier
 
 ENTRIES = 128
 """Entries of a page table that a program looks up at once."""
@@ -51,7 +51,7 @@ def _selected(
 
 @triton.jit
 def _age_class(owner, stamp, clock, slot, in_range, AGE_CLASSES: tl.constexpr):
-    """As `kvskim.tier.torch_values.age_classes`; -1 where the slot is in use or out of range."""
+    """As `kvskim.tier.torch_pages.age_classes`; -1 where the slot is in use or out of range."""
     age = clock - tl.load(stamp + slot, mask=in_range, other=0)
     result = tl.zeros_like(age)
     for power in tl.static_range(1, AGE_CLASSES - 1):
@@ -120,11 +120,12 @@ def _count_kernel(
         tl.store(ages + chunk * AGE_CLASSES + c, tl.sum((age[:, None] == c[None, :]).to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["slots", "programs", "chunks", "table_stride", "table_capacity", "page_capacity"])
+# What differs between a fetch with copies and one without is no constant of compilation: a captured step can't load a kernel that no step ran before.
+@triton.jit(do_not_specialize=["slots", "programs", "chunks", "table_stride", "table_capacity", "page_capacity", "copies_follow"])
 def _assign_kernel(
     directory, owner, stamp, clock, counters, selected, misses, ages, missing, victims, fetched_pages, block_table, seq_lens, pages, counts, slots,
-    programs, chunks, table_stride, table_capacity, page_capacity, HEADS: tl.constexpr, SEGMENTS: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr,
-    ENTRIES: tl.constexpr, SLOT_CHUNK: tl.constexpr, AGE_CLASSES: tl.constexpr, SUMMED: tl.constexpr,
+    programs, chunks, table_stride, table_capacity, page_capacity, copies_follow, HEADS: tl.constexpr, SEGMENTS: tl.constexpr,
+    PAGES_PER_BLOCK: tl.constexpr, ENTRIES: tl.constexpr, SLOT_CHUNK: tl.constexpr, AGE_CLASSES: tl.constexpr, SUMMED: tl.constexpr,
 ):
     """The first programs list the pages to copy and take back the claims of the rest, the others list the victims and make them homeless."""
     total = _total(misses, programs, SUMMED)
@@ -147,7 +148,8 @@ def _assign_kernel(
             won = live & (tl.load(directory + key, mask=live, other=0) == claim)
             order = found + tl.cumsum(won.to(tl.int32), 0) - 1
             tl.store(missing + order, key.to(tl.int32), mask=won & (order < fetched))
-            tl.store(directory + key, tl.zeros_like(order), mask=won & (order >= fetched))
+            # A claim that the next kernel makes good stays.
+            tl.store(directory + key, tl.zeros_like(order), mask=won & (order >= fetched * copies_follow))
             found += tl.sum(won.to(tl.int32), 0)
     else:
         chunk = tl.program_id(0) - programs
@@ -169,18 +171,19 @@ def _assign_kernel(
         tl.store(victims + order, slot, mask=victim)
         former = tl.load(owner + slot, mask=victim, other=-1)
         tl.store(directory + former, tl.zeros_like(former), mask=former >= 0)
+        tl.store(owner + slot, tl.zeros_like(slot) - 1, mask=victim)
         tl.store(stamp + slot, tl.zeros_like(slot) + now, mask=victim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ticks", "copies"])
 def _copy_kernel(
-    host, hot, directory, owner, clock, missing, victims, fetched_pages, PAGE_ELEMENTS: tl.constexpr, PADDED: tl.constexpr,
+    host, hot, directory, owner, clock, missing, victims, fetched_pages, ticks, copies, PAGE_ELEMENTS: tl.constexpr, PADDED: tl.constexpr,
 ):
-    """A page of one kv head at a time, and its entry in the directory. The first program moves the clock on."""
+    """A page of one kv head at a time, and its entry in the directory, unless ``copies`` is 0. The first program moves the clock on by ``ticks``."""
     if tl.program_id(0) == 0:
-        tl.store(clock, tl.load(clock) + 1)
+        tl.store(clock, tl.load(clock) + ticks)
     i = tl.arange(0, PADDED)
-    for order in range(tl.program_id(0), tl.load(fetched_pages), tl.num_programs(0)):
+    for order in range(tl.program_id(0), tl.load(fetched_pages) * copies, tl.num_programs(0)):
         key = tl.load(missing + order)
         slot = tl.load(victims + order)
         rows = tl.load(host + key.to(tl.int64) * PAGE_ELEMENTS + i, mask=i < PAGE_ELEMENTS, other=0)
@@ -190,8 +193,8 @@ def _copy_kernel(
 
 
 def fetch_triton(
-    tier: ValueTier, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, block_size: int, scratch: FetchScratch, share: int,
-    multiprocessors: int,
+    tier: HostTier, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, block_size: int, scratch: FetchScratch, share: int,
+    multiprocessors: int, copies: bool,
 ) -> None:
     """Arguments as checked by `kvskim.ops.fetch.fetch`; share: programs for each page table."""
     programs, chunks = counts.numel() * share, ceil_div(tier.slots, SLOT_CHUNK)
@@ -206,11 +209,16 @@ def fetch_triton(
     )
     _assign_kernel[(programs + chunks,)](
         tier.directory, tier.owner, tier.stamp, tier.clock, tier.counters, scratch.selected, scratch.misses, scratch.ages, scratch.missing,
-        scratch.victims, scratch.fetched_pages, *selection, tier.slots, programs, chunks, *sizes,
+        scratch.victims, scratch.fetched_pages, *selection, tier.slots, programs, chunks, *sizes, int(copies),
         SLOT_CHUNK=SLOT_CHUNK, AGE_CLASSES=AGE_CLASSES, SUMMED=1024, **common,
     )
-    elements = PAGE_TOKENS * tier.hot.shape[2]
-    _copy_kernel[(min(COPIES * multiprocessors, tier.slots),)](
-        tier.host, tier.hot, tier.directory, tier.owner, tier.clock, scratch.missing, scratch.victims, scratch.fetched_pages,
+    copy_triton(tier, scratch, multiprocessors, ticks=1, copies=copies)
+
+
+def copy_triton(tier: HostTier, scratch: FetchScratch, multiprocessors: int, *, ticks: int = 0, copies: bool = True) -> None:
+    """Arguments as checked by `kvskim.ops.fetch.copy_fetched`; ticks: 1 to move the clock on; copies: False for nothing but that."""
+    elements = tier.hot.stride(0)
+    _copy_kernel[(min(COPIES * multiprocessors, tier.slots) if copies else 1,)](
+        tier.host, tier.hot, tier.directory, tier.owner, tier.clock, scratch.missing, scratch.victims, scratch.fetched_pages, ticks, int(copies),
         PAGE_ELEMENTS=elements, PADDED=triton.next_power_of_2(elements), num_warps=4,
     )

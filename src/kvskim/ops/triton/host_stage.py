@@ -1,4 +1,4 @@
-"""Keys and values of contexts into a cache of their own: one program per page and kv head, where the values lie together on the host."""
+"""Keys and values of contexts into a cache of their own: one program per page and kv head, whose rows lie together on the host."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kvskim.layout import PAGE_TOKENS
-from kvskim.tier.values import ValueTier
+from kvskim.tier.pages import HostTier
 
 
 @triton.jit(do_not_specialize=["rows", "table_stride"])
 def _stage_kernel(
     host, hot, directory, key_cache, block_table, context_lens, starts, staged, key_stride_b, key_stride_t, key_stride_h, table_stride, rows,
-    ROWS_PADDED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr,
+    ROWS_PADDED: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+    PAGES_PER_BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0)
     head = tl.program_id(1)
@@ -31,13 +32,19 @@ def _stage_kernel(
     t = tl.arange(0, 16)[:, None]
     d = tl.arange(0, DIM_PADDED)[None, :]
     in_row = d < DIM
-    keys = tl.load(key_cache + block * key_stride_b + (in_block * 16 + t) * key_stride_t + head * key_stride_h + d, mask=in_row, other=0)
     key = (block * PAGES_PER_BLOCK + in_block) * HEADS + head
     place = tl.load(directory + key).to(tl.int64)
+    value_row = (PARTS - 1) * 16 + t
     if place > 0:
-        values = tl.load(hot + ((place - 1) * 16 + t) * DIM + d, mask=in_row, other=0)
+        values = tl.load(hot + ((place - 1) * (PARTS * 16) + value_row) * DIM + d, mask=in_row, other=0)
     else:
-        values = tl.load(host + (key * 16 + t) * DIM + d, mask=in_row, other=0)
+        values = tl.load(host + (key * (PARTS * 16) + value_row) * DIM + d, mask=in_row, other=0)
+    if PARTS == 1:
+        keys = tl.load(key_cache + block * key_stride_b + (in_block * 16 + t) * key_stride_t + head * key_stride_h + d, mask=in_row, other=0)
+    elif place > 0:
+        keys = tl.load(hot + ((place - 1) * (PARTS * 16) + t) * DIM + d, mask=in_row, other=0)
+    else:
+        keys = tl.load(host + (key * (PARTS * 16) + t) * DIM + d, mask=in_row, other=0)
     tokens: tl.constexpr = PAGES_PER_BLOCK * 16
     to = staged + ((own_block.to(tl.int64) * 2 * tokens + in_block * 16 + t) * HEADS + head) * DIM + d
     tl.store(to, keys, mask=in_row)
@@ -45,13 +52,13 @@ def _stage_kernel(
 
 
 def stage_triton(
-    tier: ValueTier, key_cache: Tensor, block_table: Tensor, context_lens: Tensor, starts: Tensor, staged: Tensor, pages: int
+    tier: HostTier, key_cache: Tensor | None, block_table: Tensor, context_lens: Tensor, starts: Tensor, staged: Tensor, pages: int
 ) -> None:
     """Arguments as checked by `kvskim.ops.stage.stage`; pages: of all blocks that may be staged."""
-    _, block_size, heads, dim = key_cache.shape
     rows = context_lens.shape[0]
-    _stage_kernel[(pages, heads)](
-        tier.host, tier.hot, tier.directory, key_cache, block_table, context_lens, starts, staged, key_cache.stride(0), key_cache.stride(1),
-        key_cache.stride(2), block_table.stride(0), rows, ROWS_PADDED=triton.next_power_of_2(rows), HEADS=heads, DIM=dim,
-        DIM_PADDED=triton.next_power_of_2(dim), PAGES_PER_BLOCK=block_size // PAGE_TOKENS, num_warps=4,
+    strides = (0, 0, 0) if key_cache is None else key_cache.stride()[:3]
+    _stage_kernel[(pages, tier.heads)](
+        tier.host, tier.hot, tier.directory, tier.hot if key_cache is None else key_cache, block_table, context_lens, starts, staged, *strides,
+        block_table.stride(0), rows, ROWS_PADDED=triton.next_power_of_2(rows), HEADS=tier.heads, PARTS=tier.host.shape[2], DIM=tier.dim,
+        DIM_PADDED=triton.next_power_of_2(tier.dim), PAGES_PER_BLOCK=staged.shape[2] // PAGE_TOKENS, num_warps=4,
     )

@@ -24,6 +24,7 @@ from kvskim.selectors.minmax import MinMax
 from kvskim.selectors.oracle import Oracle
 from kvskim.selectors.quad import Quad
 from kvskim.selectors.rki4 import PrincipalKeys
+from kvskim.tier.pages import HostTier
 
 _LOG_PAGE = tl.constexpr(2.772588722239781)
 
@@ -174,7 +175,7 @@ def _form(selector: Selector, head_dim: int) -> dict[str, object]:
 def score_pages(
     selector: Selector, tables: PageTables, query: Tensor, key_cache: Tensor, records: Tensor, block_table: Tensor, seq_lens: Tensor, *,
     scale: float, softcap: float | None, sink_pages: int, window_pages: int, k_scale: float = 1.0,
-    scores: Tensor, base: Tensor, forced: Tensor, partials: Tensor,
+    scores: Tensor, base: Tensor, forced: Tensor, partials: Tensor, tier: HostTier | None = None,
 ) -> None:
     """Page log-masses minus ``base``, the exact log-mass of the always-attended pages, and the partial sums of their quotients.
 
@@ -193,6 +194,7 @@ def score_pages(
             ``total - window_pages``, clamped to +-60000, NaN where a record is broken.
         base, forced: float32 ``[R, H, padded group]``, contiguous, see `forced_mass`.
         partials: float32 ``[R, H, chunks, padded group]``, contiguous; written for chunks that have a tile.
+        tier: see `forced_mass`.
 
     Raises:
         ValueError: the selector has no such kernel.
@@ -206,7 +208,7 @@ def score_pages(
         return
     forced_mass(
         query, key_cache, block_table, seq_lens, tables.offset, scale=scale, softcap=softcap, sink_pages=sink_pages,
-        window_pages=window_pages, k_scale=k_scale, forced=forced, base=base,
+        window_pages=window_pages, k_scale=k_scale, forced=forced, base=base, tier=tier,
     )
     width = selector.record_bytes(head_dim)
     words: torch.dtype = {"keys": torch.float32, "bounds": torch.int16}.get(str(form["FORM"]), torch.uint8)

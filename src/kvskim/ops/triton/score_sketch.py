@@ -16,6 +16,7 @@ from torch import Tensor
 from kvskim.layout import PAGE_TOKENS, ceil_div, padded_group
 from kvskim.ops.triton.forced import forced_mass
 from kvskim.selectors.sketch import SketchTables
+from kvskim.tier.pages import HostTier
 
 LIMIT = tl.constexpr(60000.0)
 """Scores are clamped to what float16 holds."""
@@ -167,7 +168,7 @@ def _score_kernel(
 def score_sketch(
     tables: SketchTables, query: Tensor, key_cache: Tensor, records: Tensor, block_table: Tensor, seq_lens: Tensor, *, scale: float,
     softcap: float | None, sink_pages: int, window_pages: int, k_scale: float, scores: Tensor, base: Tensor, forced: Tensor,
-    partials: Tensor, scratch: WeightScratch | Any,
+    partials: Tensor, scratch: WeightScratch | Any, tier: HostTier | None = None,
 ) -> None:
     """`kvskim.ops.score.score` for sketch records of 128, 192, 256 or 384 bytes; arguments as there, already checked."""
     requests, heads, dim = query.shape[0], key_cache.shape[2], query.shape[2]
@@ -176,7 +177,7 @@ def score_sketch(
     group, columns, layout = query.shape[1] // heads, scores.shape[3], tables.layout
     forced_mass(
         query, key_cache, block_table, seq_lens, tables.mean, scale=scale, softcap=softcap, sink_pages=sink_pages, window_pages=window_pages,
-        k_scale=k_scale, forced=forced, base=base,
+        k_scale=k_scale, forced=forced, base=base, tier=tier,
     )
     needed = weight_bytes(requests, heads, group, layout.record_bytes)
     if scratch is None or scratch.sketch_weights.numel() < needed:

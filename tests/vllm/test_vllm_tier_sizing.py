@@ -1,0 +1,225 @@
+"""How large the cache of an engine with values, or keys and values, in host memory is, and which engines can't have it."""
+
+import logging
+
+import pytest
+import torch
+from mini_engine import Request
+from tier_engine import PAGE_BYTES, VARIANTS, engine
+
+from kvskim.engines.vllm import support, tier
+from kvskim.errors import UnsupportedError
+
+FEW = {"selector": "minmax", "rule": "budget", "budget_pages": 6}
+GIB = 2**30
+KV_BLOCK = 2 * 2 * 4096
+"""Host memory of a block of 16 tokens with keys and values: 2 layers, 2 kv heads of 64 channels, bfloat16."""
+RECORDS_BLOCK = 2 * (32 + 2 * 260)
+"""GPU memory of the same block."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+
+
+def with_blocks(monkeypatch, **cache):
+    """Engines whose configuration of the cache has these fields."""
+    from mini_engine import MiniEngine
+
+    def config(self, additional, max_rows, speculative, make=MiniEngine.make_config):
+        made = make(self, additional, max_rows, speculative)
+        for name, value in cache.items():
+            setattr(made.cache_config, name, value)
+        return made
+
+    monkeypatch.setattr(MiniEngine, "make_config", config)
+
+
+def test_every_byte_is_said(caplog):
+    caplog.set_level(logging.INFO)
+    engine(FEW, 50, block_size=32, num_blocks=64)
+    text = [record.message for record in caplog.records if "page-locked" in record.message or "hot cache" in record.message]
+    # bfloat16 in vLLM's configuration: values 2 x 64 x 32 x 2 bytes of 2 layers and 64 blocks.
+    assert text[0].endswith(f"{64 * 2 * (8192 + 2 * 2 * 260) / 2**30:.2f} GiB of keys, records and directory; {2 * 50 * (4096 + 8) / 2**20:.1f} MiB of "
+                            f"hot cache, 50 slots a layer (19.5% of all pages and kv heads); {2 * 2048 * 128 * 4 / 2**20:.1f} MiB for prompts")
+    assert text[1].endswith("0.00 GiB of values, page-locked")
+    caplog.clear()
+    engine(FEW, 50, "mem-kv", num_blocks=6400)
+    text = [record.message for record in caplog.records if "page-locked" in record.message or "hot cache" in record.message]
+    assert f"{6400 * 2 * (32 + 2 * 260) / 2**30:.2f} GiB of records and directory; {2 * 50 * (8192 + 8) / 2**20:.1f} MiB of hot cache" in text[0]
+    assert text[1].endswith(f"{6400 * 2 * 2 * 4096 / 2**30:.2f} GiB of keys and values, page-locked")
+
+
+@pytest.mark.parametrize(("variant", "share"), [("mem-v", 0.012), ("mem-kv", 0.5)])
+def test_the_hot_cache_is_a_share_of_the_memory_where_nothing_is_said(variant, share, monkeypatch):
+    monkeypatch.setattr(tier, "cache_memory", lambda *_: int(2 * 500 * PAGE_BYTES[variant] / share) + 1)
+    e = engine({**FEW, "variant": variant}, variant="default")
+    assert [layer.tier.slots for layer in e.state.layers.values()] == [500, 500]
+
+
+def test_the_hot_cache_has_no_more_slots_than_there_are_pages(monkeypatch):
+    with_blocks(monkeypatch, num_gpu_blocks_override=160)
+    monkeypatch.setattr(tier, "cache_memory", lambda *_: 2**30)
+    e = engine({**FEW, "variant": "mem-kv"}, variant="default")
+    assert [layer.tier.slots for layer in e.state.layers.values()] == [160 * 2, 160 * 2]
+
+
+@pytest.mark.parametrize(("available", "limit", "told", "expected"), [
+    (12, None, 4, 8 * GIB // KV_BLOCK), (12, 2.0, 4, 2 * GIB // KV_BLOCK), (12, 100.0, 4, 8 * GIB // KV_BLOCK), (1000, None, 4, None),
+])
+def test_blocks_are_as_many_as_the_host_holds(available, limit, told, expected, monkeypatch, caplog):
+    """With keys on the host too the GPU has room for more blocks than the host: the engine is told to make fewer, and says so."""
+    caplog.set_level(logging.INFO)
+    with_blocks(monkeypatch, kv_cache_memory_bytes=told * GIB)
+    monkeypatch.setattr(tier, "available_host_memory", lambda: available * GIB)
+    e = engine({**FEW, **({} if limit is None else {"host_memory_gib": limit})}, variant="mem-kv")
+    assert e.config.cache_config.num_gpu_blocks_override == expected
+    said = [record.message for record in caplog.records if "are made" in record.message]
+    room = told * GIB // RECORDS_BLOCK
+    assert said == ([] if expected is None else [f"kvskim: the GPU has room for up to {room} blocks, and host memory for {expected}: {expected} are made"])
+    assert (expected or room) <= room
+
+
+def test_the_hot_cache_comes_off_the_memory_that_is_not_told(monkeypatch):
+    monkeypatch.setattr(tier, "cache_memory", lambda *_: 4 * GIB)
+    monkeypatch.setattr(tier, "available_host_memory", lambda: 1000 * GIB)
+    e = engine(FEW, variant="mem-kv")
+    hot = int(e.state.config.hot_cache_gib * GIB)
+    assert e.state.host_cache._judge(4 * GIB, hot) == (4 * GIB - hot) // RECORDS_BLOCK
+
+
+@pytest.mark.parametrize(("available", "expected"), [
+    (12, 8 * GIB // KV_BLOCK),  # far less than the GPU has room for
+    (4 + 470, (32 * GIB - 4 * GIB) // RECORDS_BLOCK),  # what vLLM takes for a step may leave room for fewer than the host holds
+    (4 + 600, None),
+])
+def test_blocks_that_may_not_fit_the_gpu_are_not_asked_for(available, expected, monkeypatch):
+    """vLLM makes as many as the setting says, whether the GPU has room for them or not."""
+    monkeypatch.setattr(tier, "cache_memory", lambda *_: 32 * GIB + int(20 * 2 * PAGE_BYTES["mem-kv"]))
+    monkeypatch.setattr(tier, "available_host_memory", lambda: available * GIB)
+    e = engine(FEW, 20, variant="mem-kv")
+    assert e.config.cache_config.num_gpu_blocks_override == expected
+
+
+def test_several_workers_say_how_many_blocks_fit(monkeypatch):
+    """Their engine is another process, which can't be told."""
+    with_blocks(monkeypatch, kv_cache_memory_bytes=4 * GIB)
+    monkeypatch.setattr(tier, "workers", lambda *_: 2)
+    monkeypatch.setattr(tier, "available_host_memory", lambda: 12 * GIB)
+    room = 4 * GIB // RECORDS_BLOCK
+    with pytest.raises(UnsupportedError) as error:
+        engine(FEW, variant="mem-kv")
+    assert f"the keys and values of {room} KV cache blocks take" in str(error.value)
+    assert f"set --num-gpu-blocks-override to {4 * GIB // KV_BLOCK} or less" in str(error.value)
+
+
+def test_a_request_that_the_host_can_not_hold_is_said():
+    with pytest.raises(UnsupportedError) as error:
+        engine({**FEW, "host_memory_gib": 64 * KV_BLOCK / GIB}, variant="mem-kv")
+    assert str(error.value) == (
+        "one request of --max-model-len takes 0.0 GiB of host memory, and 0.0 GiB can be had: set --max-model-len to 1024 or less, raise host_memory_gib "
+        "if it is set, or set variant to 'fast'"
+    )
+
+
+def test_too_little_host_memory_is_said_before_the_cache_is_made(monkeypatch):
+    """What vLLM may give to its cache is known in the profiling run: 2 layers, 2 kv heads, blocks of 16 tokens."""
+    gib = 2**30
+    monkeypatch.setattr(tier, "cache_memory", lambda *_: 20 * gib)
+    monkeypatch.setattr(tier, "available_host_memory", lambda: 12 * gib)
+    monkeypatch.setattr(tier.HostCache, "_bind", lambda *_: pytest.fail("the cache was made"))
+    blocks, values = 20 * gib // (2 * (4096 + 2 * 260)), 2 * 4096
+    with pytest.raises(UnsupportedError) as error:
+        engine(FEW)
+    fits = 8 * gib * blocks // (blocks * values)
+    assert str(error.value) == (
+        f"the values of {blocks} KV cache blocks take {blocks * values / gib:.1f} GiB of host memory, and 8.0 GiB can be had with 4 GiB left for other use: "
+        f"set --num-gpu-blocks-override to {fits} or less, or variant to 'fast'"
+    )
+
+
+def test_a_given_number_of_blocks_is_judged_before_anything_is_loaded(monkeypatch):
+    from vllm.model_executor.layers.attention import Attention
+
+    with_blocks(monkeypatch, num_gpu_blocks_override=10**9)
+    monkeypatch.setattr(Attention, "process_weights_after_loading", lambda *_: pytest.fail("the weights were loaded"))
+    with pytest.raises(UnsupportedError, match=r"the values of 1000000000 KV cache blocks take 7629\.4 GiB of host memory"):
+        engine(FEW)
+    with pytest.raises(UnsupportedError, match=r"the keys and values of 1000000000 KV cache blocks take 15258\.8 GiB of host memory"):
+        engine(FEW, variant="mem-kv")
+
+
+REFUSED = {
+    "version": (
+        dict(vllm_version="0.26.0"), "variant 'mem-v' works with vLLM 0.24 only, and this is vLLM 0.26.0: install that version, or set variant to 'fast'",
+    ),
+    "connector": (
+        dict(connector="OffloadingConnector"),
+        "variant 'mem-v' does not work with KV connectors, which would not move its values, and this is OffloadingConnector: leave it out, "
+        "or set variant to 'fast'",
+    ),
+    "sleep": (
+        dict(sleep_mode=True),
+        "variant 'mem-v' does not work with sleep mode, which would not keep its values: leave out --enable-sleep-mode, or set variant to 'fast'",
+    ),
+    "speculation": (
+        dict(speculative=True), "variant 'mem-v' does not work with speculative decoding yet: leave out --speculative-config, or set variant to 'fast'",
+    ),
+    "dense layers": (
+        dict(dense_layers=True),
+        "variant 'mem-v' keeps the values of all layers in host memory, so no layer can keep full attention: leave out dense_layers, "
+        "or set variant to 'fast'",
+    ),
+    "memory that can't be locked": (
+        dict(pinned_memory=False), "variant 'mem-v' needs page-locked host memory, which this machine does not have: set variant to 'fast'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_pages_in_host_memory_do_not_work_with_is_refused_in_one_sentence(name, variant):
+    changes, sentence = REFUSED[name]
+    if variant == "mem-kv":
+        sentence = sentence.replace("mem-v", "mem-kv").replace("its values", "its keys and values").replace("the values", "the keys and values")
+    assert support.engine_refusal(support.EngineFacts(variant=variant)) is None
+    assert support.engine_refusal(support.EngineFacts(**{"variant": variant, **changes})) == sentence
+
+
+def test_blocks_of_several_pages_are_refused_with_keys_on_the_host():
+    sentence = "variant 'mem-kv' works with blocks of 16 tokens, and these have 64: set --block-size to 16, or set variant to 'fast'"
+    assert support.engine_refusal(support.EngineFacts(variant="mem-kv", block_size=64)) == sentence
+    assert support.engine_refusal(support.EngineFacts(variant="mem-kv", block_size=16)) is None
+    # Where vLLM itself has chosen the size.
+    with pytest.raises(UnsupportedError) as error:
+        engine(FEW, variant="mem-kv", block_size=64)
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(("settings", "options", "words"), [
+    ({"dense_layers": [1]}, {}, "leave out dense_layers"),
+    ({}, dict(speculative=object()), "speculative decoding"),
+    ({}, dict(windows=(None, 128)), "model.layers.1.attn keeps full attention (sliding window)"),
+    ({}, dict(windows=(128, None)), "model.layers.0.attn keeps full attention (sliding window)"),
+    ({"hot_cache_gib": 1e-9}, {}, "hot_cache_gib is 1e-09, which is less than one page of each of 2 layers"),
+    ({"host_memory_gib": 0.001}, {}, "the values of 160 KV cache blocks take 0.0 GiB of host memory, and host_memory_gib is 0.001: raise host_memory_gib"),
+])
+def test_engines_that_can_not_have_their_values_on_the_host_stop(settings, options, words):
+    with pytest.raises(UnsupportedError) as error:
+        engine({**FEW, **settings}, **options)
+    assert words in str(error.value)
+
+
+def test_on_demand_a_refused_engine_keeps_full_attention():
+    e = engine({**FEW, "dense_layers": [1], "on_unsupported": "dense"}, variant="mem-v")
+    assert not e.state.layers
+    assert all("leave out dense_layers" in reason for reason in e.state.dense.values())
+    assert all(layer.kv_cache.shape[1] == 2 for layer in e.layers)
+    request = Request(1)
+    for count in (40, 1):
+        before = request.computed
+        (outputs,) = e.step([(request, count)])
+        torch.testing.assert_close(outputs[0], e.expected(request, 0, before, count), atol=2e-5, rtol=2e-5)
