@@ -40,6 +40,8 @@ def test_help_of_every_command(monkeypatch, capsys, command):
         (["demo", "--selector", "sketchy"], "selector='sketchy'"),
         (["demo", "--budget-pages", "0"], "budget_pages=0"),
         (["demo", "--rule", "budget"], "needs a budget"),
+        (["demo", "--budget", "2"], "budget=2.0"),
+        (["inspect", "--budget", "0.1", "--budget-pages", "8"], "budget_pages=8 exclude each other"),
         (["demo", "--tau", "2"], "tau=2.0"),
         (["demo", "--context", "10"], "context is 10"),
         (["demo", "--text", "/nowhere/text.txt", "--question", "Why?"], "there is no such file"),
@@ -80,6 +82,53 @@ def test_errors_are_one_sentence_and_exit_code_2(monkeypatch, capsys, arguments,
     assert words in err
     assert err.count("\n") == 1
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["demo", "--contxt", "5"], "No such option: --contxt (Possible options: --context, --text) (see `kvskim demo --help`)\n"),
+        (["demo", "--context", "many"], "Invalid value for '--context': "),
+        (["demo", "more"], "unexpected extra argument"),
+        (["inspect", "--steps"], "'--steps' requires an argument"),
+        (["calibrate"], "Missing argument"),
+        (["bench", "e2e", "--repetitions", "0"], "(see `kvskim bench e2e --help`)\n"),
+        (["eval", "rulers"], "No such command 'rulers'"),
+        (["demos"], "No such command 'demos'"),
+    ],
+)
+def test_a_command_line_that_is_not_understood_is_one_sentence(monkeypatch, capsys, arguments, words):
+    test_errors_are_one_sentence_and_exit_code_2(monkeypatch, capsys, arguments, words)
+
+
+@pytest.mark.parametrize("arguments", [[], ["eval"], ["bench"]])
+def test_commands_are_listed_where_none_is_named(monkeypatch, capsys, arguments):
+    code, out, err = run(monkeypatch, capsys, *arguments)
+    assert (code, err) == (2, "")
+    assert "Commands" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ([], "threshold"), (["--budget", "0.1"], "budget"), (["--budget-pages", "8"], "budget"), (["--coverage", "0.9"], "coverage"),
+        (["--budget", "0.1", "--rule", "budget"], "budget"),
+    ],
+)
+def test_a_number_of_a_rule_implies_the_rule(monkeypatch, capsys, options, rule):
+    seen = []
+    monkeypatch.setattr("kvskim.demo.run.run_demo", lambda settings, **rest: seen.append(settings))
+    assert run(monkeypatch, capsys, "demo", *options)[0] == 0
+    assert seen[0].rule == rule
+    for name, value in zip(options[::2], options[1::2]):
+        assert str(getattr(seen[0], name.removeprefix("--").replace("-", "_"))) == value
+
+
+def test_a_failed_command_is_the_exit_code(monkeypatch, capsys):
+    monkeypatch.setattr("kvskim.cli_bench.run_kernels", lambda *settings, **options: False)
+    assert run(monkeypatch, capsys, "bench", "kernels")[0] == 1
+    monkeypatch.setattr("kvskim.cli_bench.run_kernels", lambda *settings, **options: True)
+    assert run(monkeypatch, capsys, "bench", "kernels")[0] == 0
 
 
 def test_text_that_is_not_text_is_refused(monkeypatch, capsys, tmp_path):

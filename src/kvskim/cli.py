@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -36,6 +36,7 @@ app.add_typer(cli_eval.app, name="eval")
 SelectorOption = Annotated[str | None, typer.Option(help="Record format: sketch, rki4, r8, clse, quad, minmax, mean or oracle.")]
 RuleOption = Annotated[str | None, typer.Option(help="How pages are chosen: threshold, budget or coverage.")]
 BudgetPagesOption = Annotated[int | None, typer.Option(help="Pages attended, sink and window included; implies rule budget.")]
+BudgetOption = Annotated[float | None, typer.Option(help="Share of the pages that is attended, such as 0.1, sink and window included; implies rule budget.")]
 TauOption = Annotated[float | None, typer.Option(help="Rule threshold: smallest estimated mass of a page that is attended.")]
 CoverageOption = Annotated[float | None, typer.Option(help="Mass the attended pages must reach; implies rule coverage.")]
 TextOption = Annotated[Path | None, typer.Option("--text", help="A UTF-8 text file of your own.", metavar="FILE")]
@@ -55,14 +56,14 @@ def _main(
 
 
 def _configuration(
-    selector: str | None, rule: str | None, budget_pages: int | None, tau: float | None, coverage: float | None
+    selector: str | None, rule: str | None, budget_pages: int | None, budget: float | None, tau: float | None, coverage: float | None
 ) -> SkimConfig:
     """The effective configuration of a command; a number that belongs to a rule implies the rule."""
-    if rule is None and budget_pages is not None:
+    if rule is None and (budget_pages is not None or budget is not None):
         rule = "budget"
     elif rule is None and coverage is not None:
         rule = "coverage"
-    arguments: dict[str, Any] = {"selector": selector, "rule": rule, "budget_pages": budget_pages, "tau": tau, "coverage": coverage}
+    arguments: dict[str, Any] = {"selector": selector, "rule": rule, "budget_pages": budget_pages, "budget": budget, "tau": tau, "coverage": coverage}
     loaded = load_config(arguments)
     if is_disabled():
         raise KvskimError("KVSKIM_DISABLE switches kvskim off, so there is nothing to show: unset it")
@@ -93,13 +94,14 @@ def demo(
     selector: SelectorOption = None,
     rule: RuleOption = None,
     budget_pages: BudgetPagesOption = None,
+    budget: BudgetOption = None,
     tau: TauOption = None,
     coverage: CoverageOption = None,
     text: TextOption = None,
     question: Annotated[list[str] | None, typer.Option(help="A question of your own; may be given several times.")] = None,
 ) -> None:
     """Let a small real model read a long document on the CPU and answer questions, with full attention and with kvskim, side by side."""
-    settings = _configuration(selector, rule, budget_pages, tau, coverage)
+    settings = _configuration(selector, rule, budget_pages, budget, tau, coverage)
     own_text = _read_text(text)
     if own_text is not None and not question:
         raise KvskimError("--text needs at least one --question about it")
@@ -119,13 +121,14 @@ def inspect(
     selector: SelectorOption = None,
     rule: RuleOption = None,
     budget_pages: BudgetPagesOption = None,
+    budget: BudgetOption = None,
     tau: TauOption = None,
     coverage: CoverageOption = None,
     text: TextOption = None,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
 ) -> None:
     """Draw which pages each layer and head attends over time, and the attention mass covered, with the worst heads named."""
-    settings = _configuration(selector, rule, budget_pages, tau, coverage)
+    settings = _configuration(selector, rule, budget_pages, budget, tau, coverage)
     own_text = _read_text(text)
     target = writable(output, "--output")
     from kvskim.inspection import run_inspect
@@ -158,10 +161,22 @@ def calibrate(
     run_calibrate(loaded.config, target, model=None if model == "demo" else model, tokens=tokens, text=own_text, device=device, keep=cache)
 
 
+_UsageError: Any = typer.BadParameter.__base__
+"""What the parser raises for a command line that it does not understand."""
+
+
 def main() -> None:
-    """Entry point: kvskim's own errors become one red sentence and exit code 2."""
+    """Entry point: kvskim's own errors, and those of the command line, become one red sentence and exit code 2."""
     try:
-        app()
+        # Otherwise the parser prints its errors itself, in a box of several lines.
+        code = app(prog_name="kvskim", standalone_mode=False)
+    except _UsageError as error:
+        words = error.format_message()
+        if not words:
+            # A group of commands without a command: its help has been printed.
+            sys.exit(error.exit_code)
+        command = error.ctx.command_path if error.ctx is not None else "kvskim"
+        _fail(f"{words.rstrip('.')} (see `{command} --help`)")
     except (KvskimError, ConfigError) as error:
         _fail(str(error))
     except ValueError as error:
@@ -172,8 +187,9 @@ def main() -> None:
         _fail(str(error))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     Console(stderr=True, soft_wrap=True, highlight=False).print(f"Error: {message}", style="red", markup=False)
     sys.exit(2)

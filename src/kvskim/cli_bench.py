@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvskim import cli_bench_e2e
-from kvskim.cli_files import writable
+from kvskim.cli_files import check_outputs
 from kvskim.errors import KvskimError
 
 app = typer.Typer(help="Measure on this machine's GPU.", no_args_is_help=True)
@@ -37,9 +37,7 @@ def kernels(
 
     Exits with 1 when a measurement failed.
     """
-    for option, target in (("--json", json_path), ("--markdown", markdown_path)):
-        if target is not None:
-            writable(target, option)
+    check_outputs(json_path, markdown_path)
     if not run_kernels(implementation, json_path, markdown_path, quick=quick, twin=twin, only=only):
         raise typer.Exit(1)
 

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvskim.cli_files import writable
+from kvskim.cli_files import check_outputs, writable
 from kvskim.config import SkimConfig, configured_by, is_disabled, load_config
 from kvskim.config_sources import read_settings
 from kvskim.errors import KvskimError
@@ -61,9 +61,7 @@ class Outputs:
         from kvskim.bench.e2e_report import read_results
         from kvskim.bench.plot import require_matplotlib
 
-        for option, path in (("--json", self.json_path), ("--markdown", self.markdown_path), ("--plot", self.plot_path)):
-            if path is not None:
-                writable(path, option)
+        check_outputs(self.json_path, self.markdown_path, self.plot_path)
         if self.plot_path is not None:
             require_matplotlib()
         return [] if self.merge_path is None else read_results(self.merge_path, "--merge")
@@ -264,6 +262,7 @@ def _print(runs: list[Run]) -> None:
 def plot(
     results: Annotated[Path, typer.Argument(help="A result of `kvskim bench e2e --json`.")],
     output: Annotated[Path, typer.Argument(help="The PNG file to write.")],
+    selector: Annotated[str | None, typer.Option(help="Draw the cases of this selector only.")] = None,
 ) -> None:
     """Draw speed-up over context from a result file."""
     from kvskim.bench.e2e_report import read_results
@@ -271,4 +270,4 @@ def plot(
 
     writable(output, "the PNG file")
     require_matplotlib()
-    draw(read_results(results, "the result file"), output)
+    draw(read_results(results, "the result file"), output, selector)

@@ -16,10 +16,11 @@ import typer
 from rich.console import Console
 
 from kvskim.cli_eval_page import page
-from kvskim.cli_files import writable
+from kvskim.cli_files import check_outputs
 from kvskim.errors import KvskimError
 
 if TYPE_CHECKING:
+    from kvskim.eval.methods import Method, Setting
     from kvskim.eval.model import EvalModel
 
 app = typer.Typer(help="Measure quality.", no_args_is_help=True)
@@ -69,24 +70,22 @@ def selectors(
 ) -> None:
     """KL divergence, recall gap and planted facts answered, for every selector and rule, on a real model."""
     from kvskim.demo.model import require_packages
+    from kvskim.eval.methods import check_share
     from kvskim.eval.selector_table import known_candidates
     from kvskim.eval.selectors_report import markdown, run_table, write
 
     require_packages("transformers")
     pages = _page_budgets(budgets)
-    if not 0 < tau <= 1:
-        raise KvskimError(f"--tau is {tau}; it must be greater than 0 and at most 1")
-    for option, value, least in (
-        ("--decoded", decoded, 1), ("--tokens", tokens, decoded + LEAST_PREFIX), ("--needle-tokens", needle_tokens, LEAST_NEEDLE_TOKENS), ("--seeds", seeds, 1),
-    ):
-        if value < least:
-            raise KvskimError(f"{option} is {value}; it must be at least {least}")
-    names = [name.strip() for name in only.split(",") if name.strip()]
+    check_share("--tau", tau)
+    _check_least(
+        ("--decoded", decoded, 1), ("--tokens", tokens, decoded + LEAST_PREFIX), ("--needle-tokens", needle_tokens, LEAST_NEEDLE_TOKENS), ("--seeds", seeds, 1)
+    )
+    names = _words(only)
     known = [candidate.name for candidate in known_candidates()]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise KvskimError(f"--only names {', '.join(map(repr, unknown))}; the rows are {', '.join(known)}")
-    _check_outputs(json_path, markdown_path, None)
+    check_outputs(json_path, markdown_path)
     result = run_table(
         _load(model, device), tokens=tokens, decoded=decoded, budgets=pages, tau=tau, needle_tokens=needle_tokens, seeds=seeds, only=names,
         baselines=baselines, log=_log(),
@@ -134,7 +133,7 @@ def fidelity(
     """KL, top-1, first divergence, missed mass, output error and oracle gap against full attention, for every method and setting."""
     from kvskim.demo.model import check_positions, require_packages
     from kvskim.eval import fidelity as measure
-    from kvskim.eval.methods import Calibrations, parse_budgets, parse_methods, settings_of
+    from kvskim.eval.methods import Calibrations
     from kvskim.eval.workers import Setup, run_jobs
 
     require_packages("transformers", *(["matplotlib"] if plot_path else []))
@@ -146,11 +145,9 @@ def fidelity(
         raise KvskimError(f"--dtype is {dtype!r}; --engine vllm takes the type that the model's configuration names: leave it out")
     if engine == "vllm" and workers > 1:
         raise KvskimError(f"--workers is {workers}; --engine vllm runs one engine at a time: leave it out")
-    methods, settings = parse_methods(selectors), settings_of(rule, parse_budgets(budgets), tau, coverage)
-    for option, value, least in (("--decoded", decoded, 2), ("--tokens", tokens, decoded + LEAST_PREFIX), ("--seeds", seeds, 1), ("--workers", workers, 1)):
-        if value < least:
-            raise KvskimError(f"{option} is {value}; it must be at least {least}")
-    _check_outputs(json_path, markdown_path, plot_path)
+    methods, settings = _compared(selectors, rule, budgets, tau, coverage)
+    _check_least(("--decoded", decoded, 2), ("--tokens", tokens, decoded + LEAST_PREFIX), ("--seeds", seeds, 1), ("--workers", workers, 1))
+    check_outputs(json_path, markdown_path, plot_path)
     texts = _texts(text)
     if engine == "vllm":
         from kvskim.eval import fidelity_vllm
@@ -202,7 +199,7 @@ def ruler(
     """Scores on the synthetic tasks of RULER, method by budget, with confidence intervals."""
     from kvskim.demo.model import check_positions, require_packages
     from kvskim.eval.answers import ModelAnswerer
-    from kvskim.eval.methods import Calibrations, parse_budgets, parse_methods, settings_of
+    from kvskim.eval.methods import Calibrations
     from kvskim.eval.ruler.run import in_turn, plot, run_ruler, worker
     from kvskim.eval.ruler.tasks import LONGEST, RULER_TASKS, SHORTEST, TASKS
     from kvskim.eval.sample import PromptFormat, check_tasks
@@ -212,12 +209,10 @@ def ruler(
     named = _words(tasks)
     chosen = check_tasks(named, list(TASKS)) if named else list(RULER_TASKS)
     lengths = _whole_numbers(contexts, "--contexts", SHORTEST, LONGEST)
-    methods, settings = parse_methods(selectors), settings_of(rule, parse_budgets(budgets), tau, coverage)
-    for option, value, least in (("--samples", samples, 1), ("--seeds", seeds, 1), ("--workers", workers, 1), ("--limit", limit, 0)):
-        if value < least:
-            raise KvskimError(f"{option} is {value}; it must be at least {least}")
+    methods, settings = _compared(selectors, rule, budgets, tau, coverage)
+    _check_least(("--samples", samples, 1), ("--seeds", seeds, 1), ("--workers", workers, 1), ("--limit", limit, 0))
     _check_time_limit(time_limit)
-    _check_outputs(json_path, markdown_path, plot_path)
+    check_outputs(json_path, markdown_path, plot_path)
     loaded = _load(model, device, dtype)
     check_positions(loaded.model, max(lengths), "--contexts")
     prompts = PromptFormat(loaded.tokenizer, chat)
@@ -262,15 +257,13 @@ def benchmark(
     from kvskim.demo.model import check_positions, require_packages
     from kvskim.eval.answers import ModelAnswerer
     from kvskim.eval.benchmarks import read_benchmark, run_benchmark
-    from kvskim.eval.methods import Calibrations, parse_budgets, parse_methods, settings_of
+    from kvskim.eval.methods import Calibrations
     from kvskim.eval.sample import PromptFormat
 
     require_packages("transformers")
-    methods, settings = parse_methods(selectors), settings_of(rule, parse_budgets(budgets), tau, coverage)
-    for option, value in (("--samples", samples), ("--limit", limit), ("--context", context)):
-        if value < 0:
-            raise KvskimError(f"{option} is {value}; it must be 0 or more")
-    _check_outputs(json_path, markdown_path, None)
+    methods, settings = _compared(selectors, rule, budgets, tau, coverage)
+    _check_least(("--samples", samples, 0), ("--limit", limit, 0), ("--context", context, 0))
+    check_outputs(json_path, markdown_path)
     found = read_benchmark(name, data, tasks=_words(tasks), samples=samples, limit=limit)
     loaded = _load(model, device, dtype)
     if context:
@@ -286,6 +279,20 @@ def benchmark(
     _write({**about, **result}, tables, name, json_path, markdown_path)
 
 
+def _compared(selectors: str, rule: str, budgets: str, tau: float, coverage: float) -> tuple[list[Method], list[Setting]]:
+    """What the options ask to compare; raises KvskimError, naming the option that asks for something else."""
+    from kvskim.eval.methods import parse_budgets, parse_methods, settings_of
+
+    return parse_methods(selectors), settings_of(rule, parse_budgets(budgets), tau, coverage)
+
+
+def _check_least(*options: tuple[str, int, int]) -> None:
+    """Options, their values, and the least that each takes."""
+    for option, value, least in options:
+        if value < least:
+            raise KvskimError(f"{option} is {value}; it must be at least {least}")
+
+
 def _check_time_limit(seconds: float) -> None:
     if not 0 <= seconds < float("inf"):
         raise KvskimError(f"--time-limit is {seconds}; it must be a number of seconds, or 0 for no limit")
@@ -298,12 +305,6 @@ def _log() -> Callable[[str], None]:
 
 def _command() -> str:
     return "kvskim " + shlex.join(sys.argv[1:])
-
-
-def _check_outputs(json_path: Path | None, markdown_path: Path | None, plot_path: Path | None) -> None:
-    for option, target in (("--json", json_path), ("--markdown", markdown_path), ("--plot", plot_path)):
-        if target is not None:
-            writable(target, option)
 
 
 def _load(model: str, device: str, dtype: str = "float32") -> EvalModel:

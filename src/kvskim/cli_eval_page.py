@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvskim.cli_files import writable
+from kvskim.cli_files import check_outputs
 from kvskim.errors import KvskimError
 
 ResultsOption = list[str] | None
@@ -33,9 +33,7 @@ def page(
     if plot_path is not None and not ruler:
         raise KvskimError("--plot draws a result of --ruler, and none is given")
     require_packages(*(["matplotlib"] if plot_path else []))
-    for option, target in (("--markdown", markdown_path), ("--json", json_path), ("--plot", plot_path)):
-        if target is not None:
-            writable(target, option)
+    check_outputs(json_path, markdown_path, plot_path)
     read = [("fidelity", *_result(text, "--fidelity", "by_text")) for text in fidelity or []]
     read += [("ruler", name, with_tables(result)) for name, result in (_result(text, "--ruler", "answers") for text in ruler or [])]
     sections = [

@@ -18,3 +18,10 @@ def writable(path: Path, option: str) -> Path:
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise KvskimError(f"{option} {path} can't be written: give the name of a file in a folder of yours")
     return path
+
+
+def check_outputs(json_path: Path | None, markdown_path: Path | None, plot_path: Path | None = None) -> None:
+    """`writable` for each file that a command was asked for."""
+    for option, path in (("--json", json_path), ("--markdown", markdown_path), ("--plot", plot_path)):
+        if path is not None:
+            writable(path, option)
