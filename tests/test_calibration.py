@@ -5,7 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvskim.calibration import Calibration, CalibrationError, fit_layer, load_calibration, model_fingerprint
+from kvskim.calibration import (
+    RANGE_MARGIN,
+    SPREAD_COPIES,
+    Calibration,
+    CalibrationError,
+    LayerCalibration,
+    _fit_steps,
+    _spread,
+    fit_layer,
+    load_calibration,
+    model_fingerprint,
+)
 from kvskim.rotary import Rotary
 from kvskim.selectors import get_selector
 from kvskim.selectors.sketch import UNUSED_DIGIT, encode_codes, pack_digits, slot_weights, unpack_digits
@@ -137,23 +148,63 @@ def test_query_metric_beats_plain_axes() -> None:
     assert error(queries) < 0.5 * error(torch.randn(2, 256, 64, generator=generator))
 
 
-def test_later_positions_help_when_text_does_not_reach_them() -> None:
-    """Keys with rotary frequencies: a basis that has only seen early positions is worse at late ones than one that was shifted there."""
-    rotary = Rotary(1e4 ** (-torch.arange(0, 32, 2) / 32))
+def early_text_late_pages(dim: int = 32) -> tuple[Rotary, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Rotary embedding; keys and queries of a text at positions 0 to 511; pages of another text at 6000 and later, and queries there."""
+    rotary = Rotary(1e4 ** (-torch.arange(0, dim, 2) / dim))
     generator = torch.Generator().manual_seed(1)
-    content = torch.randn(1, 512, 32, generator=generator) * 0.5 + 3 * torch.randn(1, 1, 32, generator=generator)
-    wanted = torch.randn(2, 512, 32, generator=generator) * 0.2 + torch.randn(2, 1, 32, generator=generator)
+    content = torch.randn(1, 512, dim, generator=generator) * 0.5 + 3 * torch.randn(1, 1, dim, generator=generator)
+    wanted = torch.randn(2, 512, dim, generator=generator) * 0.2 + torch.randn(2, 1, dim, generator=generator)
     early, late = torch.arange(512), torch.arange(512) + 6000
-    fit_keys, fit_queries = rotary.rotate(content, early), rotary.rotate(wanted, early)
+    text = dict(keys=rotary.rotate(content, early), queries=rotary.rotate(wanted, early))
     pages = rotary.rotate(content.flip(1), late).unflatten(1, (-1, 16)).transpose(0, 1)
-    q = rotary.rotate(wanted[:, -16:], late[-16:]).unflatten(0, (1, 2)).permute(2, 0, 1, 3)
-    exact = torch.einsum("nhgd,phtd->nhpgt", q, pages).logsumexp(-1)
-    selector = get_selector("sketch")
-    def error(**kwargs: object) -> float:
-        tables = fit_layer(fit_keys, fit_queries, **kwargs).sketch  # type: ignore[arg-type]
-        return float((selector.score(q, selector.encode(pages, tables), tables) - exact).std())
+    return rotary, text, pages, rotary.rotate(wanted[:, -16:], late[-16:]).unflatten(0, (1, 2)).permute(2, 0, 1, 3)
 
-    assert error(rotary=rotary, later_positions=(3000, 6000)) < 0.8 * error()
+
+def score_error(calibration: LayerCalibration, pages: torch.Tensor, q: torch.Tensor) -> float:
+    selector, tables = get_selector("sketch"), calibration.sketch
+    exact = torch.einsum("nhgd,phtd->nhpgt", q, pages).logsumexp(-1)
+    return float((selector.score(q, selector.encode(pages, tables), tables) - exact).std())
+
+
+def test_a_fit_on_early_text_is_as_good_at_late_positions() -> None:
+    """Its pages and queries are turned to all positions that requests can have; left where they are, they say nothing of late ones."""
+    rotary, text, pages, q = early_text_late_pages()
+    left = score_error(fit_layer(**text), pages, q)
+    spread = score_error(fit_layer(**text, rotary=rotary, served_positions=8192, query_positions=torch.arange(512)), pages, q)
+    there = dict(keys=rotary.rotate(text["keys"], 6000), queries=rotary.rotate(text["queries"], 6000))
+    own = score_error(fit_layer(**there), pages, q)
+    assert spread < 0.6 * left
+    assert spread < 2 * own
+
+
+def test_where_a_text_lies_makes_no_difference_to_a_fit_for_all_positions() -> None:
+    rotary, text, pages, q = early_text_late_pages()
+    moved = {name: rotary.rotate(value, 3000) for name, value in text.items()}
+    a = fit_layer(**text, rotary=rotary, served_positions=8192, query_positions=torch.arange(512))
+    b = fit_layer(**moved, rotary=rotary, served_positions=8192, key_positions=torch.arange(512) + 3000, query_positions=torch.arange(512) + 3000)
+    torch.testing.assert_close(a.mean, b.mean, atol=1e-4, rtol=1e-4)
+    assert score_error(b, pages, q) == pytest.approx(score_error(a, pages, q), rel=0.02)
+
+
+def test_spread_positions_cover_all_that_are_served_evenly() -> None:
+    rotary = Rotary(torch.tensor([2 * torch.pi / 1e6]))
+    where = torch.arange(64) * 16
+    x = rotary.rotate(torch.tensor([1.0, 0.0]).expand(1, 64, 16, 2), where[:, None] + torch.arange(16))
+    spread = _spread(x, where, rotary, 32768)[0]
+    position = torch.atan2(spread[..., 1], spread[..., 0]) / (2 * torch.pi) * 1e6
+    torch.testing.assert_close(position[:, 1:] - position[:, :-1], torch.ones(position.shape[0], 15), atol=0.05, rtol=0)
+    assert position.min() > -0.5
+    assert position.max() < 32767.5
+    assert torch.bincount((position[:, 0] / 2048).long(), minlength=16).tolist() == pytest.approx([SPREAD_COPIES * 4] * 16, abs=3)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 6, 8])
+def test_a_quantiser_reaches_a_part_of_the_largest_coefficient(bits: int) -> None:
+    """One large coefficient among many small ones: the smallest mean squared error would clip it."""
+    coefficients = torch.randn(1, 4000, 16, 4, generator=torch.Generator().manual_seed(4))
+    coefficients[:, 7] = 40.0
+    steps, _ = _fit_steps(coefficients)
+    assert (steps[bits] * 2 ** (bits - 1) >= 40 * RANGE_MARGIN[bits] - 1e-4).all()
 
 
 def test_page_frame_record_scores_with_turned_queries() -> None:
@@ -222,6 +273,13 @@ def test_refusals_are_one_sentence(tmp_path: object) -> None:
         fit_layer(torch.where(torch.rand_like(keys) < 0.01, torch.inf, keys), queries)
     with pytest.raises(CalibrationError, match="not a multiple of 2 kv heads"):
         fit_layer(keys, queries[:5])
+    rotary = Rotary(torch.ones(16))
+    with pytest.raises(CalibrationError, match="need the model's rotary embedding"):
+        fit_layer(keys, queries, served_positions=100)
+    with pytest.raises(CalibrationError, match="needs the positions of the queries"):
+        fit_layer(keys, queries, served_positions=100, rotary=rotary)
+    with pytest.raises(CalibrationError, match="512 keys and 128 queries per head; it needs one position for each"):
+        fit_layer(keys, queries, served_positions=100, rotary=rotary, query_positions=torch.arange(64))
 
 
 def test_fingerprint_depends_on_shapes_and_rotary_only() -> None:

@@ -238,7 +238,7 @@ def test_every_benchmark_has_tasks_and_a_place_on_the_hub():
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (["longbenhc"], "'longbenhc' is no benchmark"), (["longbench", "--data", "/nowhere"], "--data /nowhere is no directory"),
-    (["longbench", "--samples", "-1"], "--samples is -1; it must be 0 or more"),
+    (["longbench", "--samples", "-1"], "--samples is -1; it must be at least 0"),
     (["math-500", "--markdown", "/nowhere/x.md"], "--markdown /nowhere/x.md: the folder"),
 ])
 def test_a_wrong_option_is_one_sentence(arguments, words, monkeypatch, capsys):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eval_lookup import lookup_model
-from kvskim.calibration import CalibrationError
+from kvskim.calibration import CalibrationError, fit_layer
 from kvskim.errors import KvskimError
 from kvskim.eval.generation import draft, first_divergence, greedy
 from kvskim.eval.methods import Calibrations, Method, PromptPolicies, parse_budgets, parse_methods, settings_of
@@ -12,6 +12,7 @@ from kvskim.eval.model import ATTENTION_NAME, EvalModel, register_attention
 from kvskim.eval.policy import Policy
 from kvskim.eval.statistics import mean_interval, strata_interval
 from kvskim.layout import PAGE_TOKENS, ceil_div
+from kvskim.rotary import Rotary
 from tiny import CharacterTokenizer, tiny_model
 
 
@@ -232,9 +233,29 @@ def test_calibration_on_text_is_made_once_and_on_the_prompt_each_time(model, pro
     each = Calibrations(model, "prompt")
     own = each.tables(methods[1], 202)
     assert not torch.equal(own[0].mean, tables[0].mean)
-    torch.testing.assert_close(own[0].mean, model.keys[0][:, 16:192].mean(1))
+    rotary = Rotary(1 / 10000 ** (torch.arange(0, model.head_dim, 2) / model.head_dim))
+    expected = fit_layer(
+        model.keys[0][:, 16:192], model.calibration_queries(0), rotary=rotary, served_positions=4096, key_positions=torch.arange(16, 192),
+        query_positions=model.calibration_positions(),
+    )
+    torch.testing.assert_close(own[0].mean, expected.mean, atol=1e-5, rtol=1e-5)
     each.new_prompt()
     assert each.tables(methods[1], 202) is not own
+
+
+def test_calibration_on_text_covers_positions_that_the_text_does_not_reach(model, monkeypatch):
+    """As in `kvskim calibrate`: what is measured is what users get."""
+    monkeypatch.setattr("kvskim.eval.methods.CALIBRATION_TOKENS", 384)
+    fits, samples, fit = [], [], fit_layer
+    monkeypatch.setattr("kvskim.eval.methods.fit_layer", lambda keys, queries, **options: fits.append(options) or fit(keys, queries, **options))
+    monkeypatch.setattr("kvskim.eval.methods.calibration_ids", lambda tokenizer, tokens: samples.append(tokens) or [[5] * 130, list(range(90))])
+    Calibrations(model).read_text(parse_methods("sketch"))
+    assert samples == [384]
+    assert len(fits) == len(model.sparse_layers)
+    assert fits[0]["served_positions"] == model.config.max_position_embeddings > 1000
+    # Whole pages of each text but its first, and every eighth query, at the positions that they have in their text.
+    assert fits[0]["key_positions"].tolist() == [*range(16, 128), *range(16, 80)]
+    assert fits[0]["query_positions"].tolist() == [*range(0, 130, 8), *range(0, 90, 8)]
 
 
 def test_a_calibration_file_of_nowhere_is_refused(model):

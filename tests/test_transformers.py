@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, Gemma
 from kvskim.calibration import CalibrationError
 from kvskim.calibration_store import write_stored
 from kvskim.config import SkimConfig
+from kvskim.engines import transformers_layer
 from kvskim.engines.decode import DecodeSettings, decode_attention
 from kvskim.engines.transformers import UnsupportedError, cache_keyword, disable, enable, report
 from kvskim.engines.transformers_cache import SkimLayer
@@ -404,6 +405,31 @@ def test_sketch_is_dense_until_calibrated_on_the_first_long_prompt(plain, monkey
     decode_all(model, prompt(1200, seed=7), 1190)
     assert all(state.calibration is before for state, before in zip(states, fitted))
     assert states[0].statistics.sparse_rows == 20
+
+
+def test_a_fit_is_told_the_positions_of_its_keys_and_queries(monkeypatch):
+    """Those of the real tokens of left-padded rows prefilled in two parts, without each row's first page; for all positions that the model has."""
+    fits, fit = [], transformers_layer.fit_layer
+    monkeypatch.setattr(transformers_layer, "fit_layer", lambda keys, queries, **options: fits.append((keys, queries, options)) or fit(keys, queries, **options))
+    monkeypatch.setattr(transformers_layer, "LEAST_CALIBRATION_TOKENS", 64)
+    model = make("llama")
+    enable(model, SkimConfig(rule="budget", budget_pages=4))
+    ids, mask = prompt(150, rows=2), torch.ones(2, 150, dtype=torch.long)
+    mask[0, :21] = mask[1, :21] = 0
+    cache = DynamicCache(config=model.config)
+    step(model, ids[:, :100], cache, attention_mask=mask[:, :100])
+    step(model, ids[:, 100:149], cache, attention_mask=mask[:, :149])
+    for layer in skim_layers(cache):
+        for row in range(2):
+            assert [positions.tolist() for positions, _ in layer.queries[row::2]] == [list(range(0, 79, 8)), list(range(80, 128, 8))]
+    layer = skim_layers(cache)[0]
+    model.model.layers[0].self_attn._kvskim.fit([layer], [[21, 21]], least_tokens=64)
+    keys, queries, options = fits[0]
+    assert options["served_positions"] == model.config.max_position_embeddings
+    assert options["key_positions"].tolist() == [*range(16, 128)] * 2
+    assert torch.equal(keys[:, :112], layer.keys[0, :, 37:149])
+    assert sorted(options["query_positions"].tolist()) == sorted([*range(0, 128, 8)] * 2)
+    assert queries.shape[1] == 32
 
 
 def test_name_alone_calibrates_on_the_very_first_prompt():

@@ -24,10 +24,13 @@ from kvskim.selectors.sketch import UNUSED_DIGIT, SketchTables
 
 FORMAT_VERSION = 1
 QUERY_METRIC_SHRINK = 0.02
-MODE_BASIS_SHRINK = 0.2
-"""Share of the common covariance in each mode's own, when the calibration text is the served text; 0.5 for other text."""
-PEAK_MARGIN = 2.0
-"""The 8-bit step covers this multiple of the largest calibration coefficient: free at 8 bits, and robust on other text."""
+MODE_BASIS_SHRINK = 0.5
+"""Share of the common covariance in each mode's own: a fit serves other text than it was made on."""
+RANGE_MARGIN = {2: 0.7, 4: 1.0, 6: 1.4, 8: 2.0}
+"""By bits of a coefficient, the least range of its quantiser, in multiples of the largest calibration coefficient. The pages that matter have large
+coefficients, and on other text they are larger still; what the wider steps cost for all others is little, and least where bits are many."""
+SPREAD_COPIES = 2
+"""How often each calibration page and query is seen, every time at another position."""
 FIT_PAGES = 512
 """Pages on which the steps are searched (all pages are used for the moments)."""
 
@@ -35,6 +38,7 @@ FIT_PAGES = 512
 _GAUSSIAN_STEP = {2: 0.9957, 4: 0.3352, 6: 0.1041, 8: 0.0308}
 _STEP_FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.8, 2.2, 2.8, 3.6, 4.8, 6.5)
 _WIDTHS = (2, 4, 6, 8)
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 class CalibrationError(ValueError):
@@ -98,10 +102,8 @@ def _fit_steps(coefficients: Tensor) -> tuple[dict[int, Tensor], dict[int, Tenso
             e = (quantise(sample, bits, step[:, None]) - sample).square().mean(1)
             better = e < error
             best, error = torch.where(better, step, best), torch.where(better, e, error)
-        if bits == 8:
-            best = torch.maximum(best, peak * (PEAK_MARGIN / 128))
-            error = (quantise(sample, bits, best[:, None]) - sample).square().mean(1)
-        steps[bits], errors[bits] = best, error
+        best = torch.maximum(best, peak * (RANGE_MARGIN[bits] / 2 ** (bits - 1)))
+        steps[bits], errors[bits] = best, (quantise(sample, bits, best[:, None]) - sample).square().mean(1)
     return steps, errors
 
 
@@ -121,6 +123,20 @@ def _coefficient_widths(errors: dict[int, Tensor], digits: int, mode: int) -> Te
     return (chosen.unflatten(-1, (len(_WIDTHS), -1)).sum(1) * 2).long()
 
 
+def _spread(x: Tensor, positions: Tensor, rotary: Rotary, length: int) -> Tensor:
+    """Runs of ``x [H, n, r, D]`` turned by RoPE from their positions ``[n]`` to others, spread evenly over ``0 .. length - 1``: ``[H, copies n, r, D]``.
+
+    Run ``i`` goes to the fractional part of ``(i + 1) golden ratio + copy / copies`` of the length, so that neighbours in the text lie far apart and any
+    part of the text covers all positions (Kronecker sequence: Niederreiter 1992, chapter 3).
+    """
+    copies = []
+    for copy in range(SPREAD_COPIES):
+        share = ((torch.arange(1, len(positions) + 1, dtype=torch.float64) * GOLDEN_RATIO + copy / SPREAD_COPIES) % 1).to(positions.device)
+        target = (share * max(1, length - x.shape[2] + 1)).long()
+        copies.append(rotary.rotate(x, (target - positions)[:, None]))
+    return torch.cat(copies, 1)
+
+
 def fit_layer(
     keys: Tensor,
     queries: Tensor,
@@ -128,25 +144,32 @@ def fit_layer(
     record_bytes: int = 256,
     mode_shrink: float = MODE_BASIS_SHRINK,
     rotary: Rotary | None = None,
-    later_positions: tuple[int, ...] = (),
+    served_positions: int = 0,
+    key_positions: Tensor | None = None,
+    query_positions: Tensor | None = None,
     page_frame: bool = False,
-    first_position: int = 0,
 ) -> LayerCalibration:
     """Fit the sketch of one layer. Deterministic for given data.
 
+    Keys with a rotary embedding change with their position, and a fit is good where it has seen keys. So with ``served_positions`` every page and every
+    query is moved to positions of its own, spread evenly over all that requests can have: an exact rotation, no forward pass.
+
     Args:
-        keys: ``[H, T, D]`` as cached (after RoPE), from a page boundary on; an incomplete last page is left out.
+        keys: ``[H, T, D]`` as cached (after RoPE), from a page boundary on; an incomplete last page is left out. Texts may follow one another.
         queries: ``[Hq, n, D]`` (after RoPE), already multiplied by the softmax scale; query head ``i`` belongs to kv head ``i // (Hq / H)``.
         record_bytes: size of the records, 128, 192, 256 or 384.
         mode_shrink: share of the common covariance in the basis of each token mode.
-        rotary: needed for later_positions and page_frame.
-        later_positions: offsets at which the same keys and queries are seen again, rotated: calibration then covers positions that the
-            text does not reach.
-        page_frame: fit for records in the frame of their page.
-        first_position: position of the first key.
+        rotary: needed for served_positions and page_frame.
+        served_positions: tokens of the longest request; 0: keys and queries are taken where they are.
+        key_positions: int64 ``[T]``, position of each key; None: 0 to T - 1. The tokens of a page follow one another.
+        query_positions: int64 ``[n]``, needed for served_positions.
+        page_frame: fit for records in the frame of their page, which are the same at all positions.
 
     Returns:
         the calibration of the layer, on the CPU.
+
+    Raises:
+        CalibrationError: too few keys or queries, values that are not finite, shapes or positions that do not fit together.
     """
     heads, tokens, dim = keys.shape
     pages = tokens // PAGE_TOKENS
@@ -157,20 +180,26 @@ def fit_layer(
     if not bool(torch.isfinite(keys).all()) or not bool(torch.isfinite(queries).all()):
         raise CalibrationError("calibration keys or queries are not finite; check the model's dtype (float16 overflows above 65504)")
     x = keys[:, : pages * PAGE_TOKENS].float()
-    q = queries.float().unflatten(0, (heads, -1)).flatten(1, 2)
-    if (later_positions or page_frame) and rotary is None:
-        raise CalibrationError("later_positions and page_frame need the model's rotary embedding")
+    q = queries.float()
+    if (served_positions or page_frame) and rotary is None:
+        raise CalibrationError("served_positions and page_frame need the model's rotary embedding")
+    if key_positions is None:
+        key_positions = torch.arange(tokens, device=x.device)
+    if len(key_positions) != tokens or (query_positions is not None and len(query_positions) != q.shape[1]):
+        raise CalibrationError(f"calibration has {tokens} keys and {q.shape[1]} queries per head; it needs one position for each of them")
+    first = key_positions[: pages * PAGE_TOKENS : PAGE_TOKENS].to(x.device)
     if page_frame:
         assert rotary is not None
-        page = torch.arange(pages, device=x.device).repeat_interleave(PAGE_TOKENS)
-        centre = first_position + page * PAGE_TOKENS + PAGE_TOKENS // 2
-        x = rotary.rotate(x, -centre)
+        x = rotary.rotate(x, -(first + PAGE_TOKENS // 2).repeat_interleave(PAGE_TOKENS))
         spread = torch.linspace(0, tokens, 6).long().tolist()
         q = torch.cat([rotary.rotate(q, -int(o)) for o in spread], 1)
-    elif later_positions:
+    elif served_positions:
         assert rotary is not None
-        x = torch.cat([x] + [rotary.rotate(x, int(o)) for o in later_positions], 1)
-        q = torch.cat([q] + [rotary.rotate(q, int(o)) for o in later_positions], 1)
+        if query_positions is None:
+            raise CalibrationError("served_positions needs the positions of the queries, query_positions")
+        x = _spread(x.unflatten(1, (pages, PAGE_TOKENS)), first, rotary, served_positions).flatten(1, 2)
+        q = _spread(q[:, :, None], query_positions.to(q.device), rotary, served_positions).flatten(1, 2)
+    q = q.unflatten(0, (heads, -1)).flatten(1, 2)
 
     mean = x.mean(1)
     metric = q.transpose(1, 2) @ q / q.shape[1]

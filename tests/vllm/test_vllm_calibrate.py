@@ -29,11 +29,11 @@ def _quick(monkeypatch, tmp_path):
 
 
 def test_segments_are_whole_pages_of_long_rows_without_their_first_page():
-    # Rows of 1, 100, 63 and 64 tokens.
-    assert plan_segments([0, 1, 101, 164, 228], 0, 256) == (Segment(17, 80, 0), Segment(180, 48, 80))
-    assert plan_segments([0, 1000], 240, 256) == (Segment(16, 16, 240),)
-    assert plan_segments([0, 1000], 256, 256) == ()
-    assert plan_segments([0, 63], 0, 256) == ()
+    # Rows of 1, 100, 63 and 64 tokens; the second goes on with a prompt of 600 tokens.
+    assert plan_segments([0, 1, 101, 164, 228], [9, 600, 63, 64], 0, 256) == (Segment(17, 80, 0, 516), Segment(180, 48, 80, 16))
+    assert plan_segments([0, 1000], [1000], 240, 256) == (Segment(16, 16, 240, 16),)
+    assert plan_segments([0, 1000], [1000], 256, 256) == ()
+    assert plan_segments([0, 63], [63], 0, 256) == ()
 
 
 def all_pages(engine, request, count):
@@ -231,7 +231,7 @@ def test_a_fit_that_is_not_kept_says_so_in_one_line(monkeypatch, tmp_path, caplo
         monkeypatch.setenv("KVSKIM_CACHE_DIR", str(tmp_path / "file"))
     else:
         # Later positions are seen where the rotary embedding is known.
-        engine.state.calibrator._later_positions = (512,)
+        engine.state.calibrator._served_positions = 512
         engine.state.calibrator._rotary = Rotary(1.0 / 10000.0 ** (torch.arange(32) / 32))
         engine.state.vllm_config.model_config.hf_text_config.max_position_embeddings = 4096
     fit(engine)
@@ -265,11 +265,24 @@ def test_rank_tables_are_the_cut_of_the_whole(name):
             assert torch.equal(getattr(target, key), value), key
 
 
-def test_later_positions_end_at_the_longest_request():
-    assert calibrate.later_positions(400) == ()
-    positions = calibrate.later_positions(100_000)
-    assert len(positions) == 3
-    assert positions[-1] == 100_000 - 256
+@pytest.mark.parametrize("known", [True, False])
+def test_the_fit_is_for_all_positions_of_the_longest_request(monkeypatch, known):
+    fits, fit_layer = [], calibrate.fit_layer
+    rotary = Rotary(1.0 / 10000.0 ** (torch.arange(32) / 32))
+    monkeypatch.setattr(calibrate, "vllm_rotary", lambda *_: rotary if known else None)
+    monkeypatch.setattr(calibrate, "fit_layer", lambda *args, **options: fits.append(options) or fit_layer(*args, **options))
+    engine = MiniEngine(FEW)
+    a, b = Request(1), Request(2)
+    engine.step([(a, 100)])
+    engine.step([(a, 100), (b, 300)])
+    for _ in range(2):
+        engine.step([(a, 1), (b, 1)])
+    assert int(engine.state.ready) == 1
+    assert len(fits) == 2
+    assert fits[0]["served_positions"] == (engine.state.vllm_config.model_config.max_model_len if known else 0)
+    expected = torch.cat([torch.arange(16, 96), torch.arange(116, 196), torch.arange(16, 112)])
+    assert torch.equal(fits[0]["key_positions"], expected)
+    assert torch.equal(fits[0]["query_positions"], expected[:: calibrate.QUERY_STRIDE])
 
 
 def test_page_slots_cover_every_page_once(monkeypatch):

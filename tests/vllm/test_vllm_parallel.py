@@ -175,8 +175,8 @@ def test_ranks_with_the_same_kv_head_fit_one_basis_for_all_its_query_heads(tmp_p
     for index in range(LAYERS):
         assert torch.equal(tables[0][index]["encode_matrix"], tables[1][index]["encode_matrix"])
         keys, queries = captured(index, heads=1, group=4)
-        expected = fit_layer(keys, queries[:, ::2], mode_shrink=calibrate.MODE_SHRINK)
-        half = fit_layer(keys, queries[:2], mode_shrink=calibrate.MODE_SHRINK)
+        expected = fit_layer(keys, queries[:, ::2])
+        half = fit_layer(keys, queries[:2])
         torch.testing.assert_close(found.layers[index].sketch.query_matrix, expected.sketch.query_matrix, atol=1e-2, rtol=2e-2)
         assert not torch.allclose(found.layers[index].sketch.query_matrix.float(), half.sketch.query_matrix.float(), atol=1e-2, rtol=2e-2)
     # One worker takes the file, as do two.

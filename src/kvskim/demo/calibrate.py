@@ -9,15 +9,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvskim.calibration_store import write_stored
 from kvskim.config import SkimConfig
+from kvskim.demo.calibration_text import calibration_ids
 from kvskim.demo.model import check_positions, load_model
 from kvskim.demo.session import Session
-from kvskim.demo.text import calibration_ids
 from kvskim.engines.transformers import enable
 from kvskim.errors import KvskimError
 
 LEAST_TOKENS = 512
-OTHER_TEXT_SHRINK = 0.5
-"""How far each mode's basis is drawn to the common one: more than for a basis fitted on the very prompt that it serves."""
 
 
 def run_calibrate(
@@ -32,7 +30,7 @@ def run_calibrate(
         keep: also keep it in the cache directory, where ``calibration: auto`` finds it, in the place of an earlier one.
         model: see `load_model`.
         tokens: of text, all samples together.
-        text: the user's, or None for built-in prose and code.
+        text: the user's, or None for the built-in ones, see `kvskim.demo.calibration_text`.
 
     Raises:
         KvskimError: the model can't be loaded, or there is too little text.
@@ -59,9 +57,7 @@ def run_calibrate(
             session.prefill(ids, lambda count: progress.advance(task, count))
             sessions.append(session)
         fitting = progress.add_task("Fitting layers", total=sum(layer.dense_reason is None for layer in host.layers()))
-        calibration = host.fit_calibration(
-            [session.cache for session in sessions], progress=lambda name: progress.advance(fitting), mode_shrink=OTHER_TEXT_SHRINK
-        )
+        calibration = host.fit_calibration([session.cache for session in sessions], progress=lambda name: progress.advance(fitting))
     written = []
     if output is not None:
         calibration.save(output)

@@ -1,4 +1,4 @@
-"""Documents to read: a long real text with facts planted in it, and a mix of texts to calibrate on.
+"""Documents to read: a long real text with facts planted in it.
 
 The text is the language reference that ships with Python (``pydoc_data.topics``, the source of ``help('execmodel')``), read where it
 is installed; where a distribution left it out, docstrings of the standard library take its place.
@@ -56,8 +56,13 @@ def reference_text() -> str:
 
 def docstring_text() -> str:
     """Docstrings of modules, classes and functions of the standard library, in a fixed order."""
+    return docstrings_of(DOCSTRING_MODULES)
+
+
+def docstrings_of(modules: tuple[str, ...]) -> str:
+    """Docstrings of these modules, and of the classes and functions that they define, in a fixed order."""
     parts: list[str] = []
-    for name in DOCSTRING_MODULES:
+    for name in modules:
         module = importlib.import_module(name)
         members = [member for _, member in sorted(vars(module).items()) if getattr(member, "__module__", None) == name]
         for item in [module, *members]:
@@ -112,10 +117,3 @@ def build_document(tokenizer: Any, tokens: int, text: str | None = None, facts: 
         places.append(len(document))
         document += planted[len(places) - 1]
     return Document(document, () if own else facts, tuple(places))
-
-
-def calibration_ids(tokenizer: Any, tokens: int, text: str | None = None) -> list[list[int]]:
-    """Token sequences to calibrate on: the user's text, or one of prose and one of code, ``tokens`` tokens together."""
-    sources = [text] if text is not None else [reference_text(), code_text()]
-    share = tokens // len(sources)
-    return [tokenize(tokenizer, source[: 10 * share])[:share] for source in sources]

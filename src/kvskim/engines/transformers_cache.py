@@ -92,13 +92,13 @@ class SkimLayer(DynamicLayer):
     """A dynamic cache layer whose keys have records.
 
     records: None until the layer is calibrated or first used. queries: query samples of this request, kept only until a calibration is
-    fitted, float32 ``[Hq, n, D]`` each, multiplied by the softmax scale.
+    fitted: positions int64 ``[n]`` and float32 ``[Hq, n, D]`` each, multiplied by the softmax scale.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.records: PageRecords | None = None
-        self.queries: list[Tensor] = []
+        self.queries: list[tuple[Tensor, Tensor]] = []
         self._seen: Tensor | None = None
 
     @classmethod

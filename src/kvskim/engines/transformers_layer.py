@@ -29,7 +29,6 @@ QUERY_SAMPLE_STRIDE = 8
 """Queries of every eighth token are kept for a calibration; keys need no sampling, the cache has them all."""
 LEAST_CALIBRATION_TOKENS = 1024
 """A request with fewer tokens is no basis for a calibration: it is decoded densely and the next one is tried."""
-LATER_POSITION_COPIES = 3
 _HALF_SPLIT_ROTARY = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma3_text", "phi3", "smollm3", "olmo2", "granite")
 
 
@@ -104,7 +103,7 @@ class SkimAttention:
     statistics: LayerStatistics = field(default_factory=LayerStatistics)
     settings: DecodeSettings | None = None
     cache_problem: str | None = None
-    unclaimed: tuple[weakref.ref[Tensor], list[Tensor]] | None = None
+    unclaimed: tuple[weakref.ref[Tensor], list[tuple[Tensor, Tensor]]] | None = None
     latent: LatentHeads | None = None
     """Set where the cache holds latent rows instead of the keys and values of the heads."""
 
@@ -178,8 +177,8 @@ class SkimAttention:
             logger.warning("kvskim: layer %s decodes in plain torch on the GPU: %s", self.name, refusal)
         return kernels
 
-    def sample(self, query: Tensor, key: Tensor, starts: list[int], scale: float) -> list[Tensor]:
-        """Queries of every eighth real token of ``query [B, Hq, T, D]``, the last T tokens of ``key``, for a calibration."""
+    def sample(self, query: Tensor, key: Tensor, starts: list[int], scale: float) -> list[tuple[Tensor, Tensor]]:
+        """Positions, and scaled queries, of every eighth real token of ``query [B, Hq, T, D]``, the last T tokens of ``key``, for a calibration."""
         first = key.shape[2] - query.shape[2]
         kept = []
         for row, start in enumerate(starts):
@@ -187,7 +186,8 @@ class SkimAttention:
             begin += -(begin + first - start) % QUERY_SAMPLE_STRIDE
             if begin < query.shape[2]:
                 sample = query[row, :, begin::QUERY_SAMPLE_STRIDE].float() * scale
-                kept.append(sample if self.latent is None else self.latent.absorb(sample))
+                positions = torch.arange(first + begin - start, first + query.shape[2] - start, QUERY_SAMPLE_STRIDE, device=query.device)
+                kept.append((positions, sample if self.latent is None else self.latent.absorb(sample)))
         return kept
 
     def remember(self, query: Tensor, key: Tensor, starts: list[int] | None, scale: float) -> None:
@@ -200,35 +200,38 @@ class SkimAttention:
 
         layers: this layer's part of each cache. starts: for each of them, the first real token of every row. options: see `fit_layer`.
         """
-        keys, longest = [], 0
+        keys, positions = [], []
         for layer, rows in zip(layers, starts):
             for row, start in enumerate(rows):
                 assert layer.keys is not None
                 tokens = (layer.get_seq_length() - start) // PAGE_TOKENS * PAGE_TOKENS
                 cached = layer.keys if self.latent is None else self.latent.rows(layer)
-                keys.append(cached[row, :, start : start + tokens])
-                longest = max(longest, tokens)
+                # The first page, the attention sink, is always attended, and its keys are unlike all others.
+                keys.append(cached[row, :, start + PAGE_TOKENS : start + tokens])
+                positions.append(torch.arange(PAGE_TOKENS, max(PAGE_TOKENS, tokens), device=cached.device))
         queries = [sample for layer in layers for sample in layer.queries]
         if sum(key.shape[1] for key in keys) < least_tokens or not queries:
             return False
-        self.fit_on(torch.cat(keys, 1), torch.cat(queries, 1), longest, **options)
+        query_positions, samples = (torch.cat(parts, dim) for parts, dim in zip(zip(*queries), (0, 1)))
+        self.fit_on(torch.cat(keys, 1), torch.cat(positions), samples, query_positions, **options)
         for layer in layers:
             layer.queries = []
         return True
 
-    def fit_on(self, keys: Tensor, queries: Tensor, last_position: int, **options: Any) -> None:
-        """Fit the calibration on ``keys [H, T, D]`` and scaled ``queries [Hq, n, D]``, seen again at later positions where that is possible."""
-        room = self.max_position - last_position
+    def fit_on(self, keys: Tensor, key_positions: Tensor, queries: Tensor, query_positions: Tensor, **options: Any) -> None:
+        """Fit the calibration on ``keys [H, T, D]`` and scaled ``queries [Hq, n, D]`` of these positions, for all positions that the model has."""
         page_frame = bool(self.config.selector_options.get("page_frame", False))
-        later: tuple[int, ...] = ()
-        if self.rotary is not None and room > 0 and not page_frame:
-            later = tuple(room * (n + 1) // LATER_POSITION_COPIES for n in range(LATER_POSITION_COPIES))
+        served = 0
+        if self.rotary is not None and self.max_position and not page_frame:
+            served = max(self.max_position, int(key_positions.max()) + 1)
         self.calibration = fit_layer(
             keys,
             queries,
             record_bytes=self.selector.record_bytes(keys.shape[-1]) if self.selector.needs_calibration else 256,
             rotary=self.rotary,
-            later_positions=later,
+            served_positions=served,
+            key_positions=key_positions,
+            query_positions=query_positions,
             page_frame=page_frame,
             **options,
         )

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from kvskim.calibration import Calibration, CalibrationError, LayerCalibration, fit_layer, load_calibration, model_fingerprint
-from kvskim.demo.text import tokenize
+from kvskim.demo.calibration_text import calibration_ids
 from kvskim.errors import KvskimError
 from kvskim.eval.model import EvalModel
 from kvskim.eval.policy import Policy, SelectorPolicy
-from kvskim.eval.texts import other_text, prose
 from kvskim.layout import PAGE_TOKENS
 from kvskim.rules import RuleParameters
 from kvskim.rules.parameters import DEFAULT_WINDOW_PAGES
@@ -20,9 +22,10 @@ from kvskim.selectors import SELECTORS, get_selector
 
 FULL = "full"
 """Name of full attention in lists of methods."""
-CALIBRATION_TOKENS = 4096
-OTHER_TEXT_SHRINK = 0.5
-"""As in `kvskim calibrate`: a basis for other text is drawn to the common one more than a basis for the prompt itself."""
+CALIBRATION_TOKENS = 8192
+"""As `kvskim calibrate` reads where nothing is said."""
+QUERY_STRIDE = 8
+"""One in so many tokens gives queries to a fit, as in the transformers host, which `kvskim calibrate` runs."""
 LEAST_BUDGET = 1 + DEFAULT_WINDOW_PAGES + 1
 """Pages: sink, window and one more."""
 
@@ -113,12 +116,16 @@ def parse_budgets(text: str) -> list[int]:
     return list(dict.fromkeys(budgets))
 
 
+def check_share(option: str, value: float) -> None:
+    """Raises KvskimError where ``value`` is no share of the attention mass."""
+    if not 0 < value <= 1:
+        raise KvskimError(f"{option} is {value}; it must be greater than 0 and at most 1")
+
+
 def settings_of(rules: str, budgets: Sequence[int], tau: float, coverage: float) -> list[Setting]:
     """Columns for the rules of a comma list: every budget for ``budget``, one column each for ``threshold`` and ``coverage``."""
-    if not 0 < tau <= 1:
-        raise KvskimError(f"--tau is {tau}; it must be greater than 0 and at most 1")
-    if not 0 < coverage <= 1:
-        raise KvskimError(f"--coverage is {coverage}; it must be greater than 0 and at most 1")
+    check_share("--tau", tau)
+    check_share("--coverage", coverage)
     settings = []
     for rule in dict.fromkeys(word.strip() for word in rules.split(",") if word.strip()):
         if rule == "budget":
@@ -136,12 +143,22 @@ def settings_of(rules: str, budgets: Sequence[int], tau: float, coverage: float)
     return settings
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Keys ``[H, T, D]`` and scaled queries ``[Hq, n, D]`` of a text by layer, and their positions ``[T]`` and ``[n]``."""
+
+    keys: dict[int, Tensor]
+    key_positions: Tensor
+    queries: dict[int, Tensor]
+    query_positions: Tensor
+
+
 class Calibrations:
     """Selector parameters of every sparse layer.
 
     Args:
-        source: ``text``: fitted once, on built-in prose and code that the evaluation does not use otherwise; ``prompt``: fitted on every prompt;
-            else the path of a file of ``kvskim calibrate``.
+        source: ``text``: fitted once, as `kvskim calibrate` does, on built-in text that the evaluation does not use otherwise; ``prompt``: fitted on every
+            prompt; else the path of a file of ``kvskim calibrate``.
         fitted: what `fitted_on_text` of another process gave, in the place of fitting on the built-in text here.
 
     Raises:
@@ -173,18 +190,14 @@ class Calibrations:
 
     def read_text(self, methods: Sequence[Method]) -> None:
         """Fit on the built-in text all that ``methods`` need. It replaces what the model's store holds, so it comes before any prompt."""
-        import torch
-
-        limit = getattr(self.model.config, "max_position_embeddings", None) or CALIBRATION_TOKENS
-        half = min(CALIBRATION_TOKENS, limit) // 2
-        # The end of the prose: evaluations read from its beginning.
-        parts = [tokenize(self.model.tokenizer, text)[:half] for text in (other_text()[: 12 * half], prose()[-12 * half :])]
-        ids = torch.tensor(parts[0] + parts[1])
-        self.model.reserve(len(ids))
-        self.model.prefill(ids, query_stride=4)
+        samples = []
+        for ids in calibration_ids(self.model.tokenizer, min(CALIBRATION_TOKENS, self._positions or CALIBRATION_TOKENS)):
+            self.model.reserve(len(ids))
+            self.model.prefill(torch.tensor(ids), query_stride=QUERY_STRIDE)
+            samples.append(self._sample(len(ids)))
         for method in methods:
             if method.name in SELECTORS:
-                self._fit(get_selector(method.name, **dict(method.options)), len(ids), OTHER_TEXT_SHRINK)
+                self._fit(get_selector(method.name, **dict(method.options)), samples)
         self._text_ready = True
 
     def fitted_on_text(self, methods: Sequence[Method]) -> dict[tuple[int, bool], dict[int, LayerCalibration]] | None:
@@ -198,25 +211,41 @@ class Calibrations:
         if method.label not in self._tables:
             selector = get_selector(method.name, **dict(method.options))
             file, layers = self._file, self.model.sparse_layers
-            fits = self._fit(selector, tokens, None) if file is None else {layer: file.layer(layer) for layer in layers}
+            fits = self._fit(selector, None, tokens) if file is None else {layer: file.layer(layer) for layer in layers}
             self._tables[method.label] = {layer: selector.tables(*self._shape, fit).to(self.model.device) for layer, fit in fits.items()}
         return self._tables[method.label]
 
-    def _fit(self, selector: Any, tokens: int, shrink: float | None) -> dict[int, LayerCalibration]:
+    @property
+    def _positions(self) -> int:
+        return int(getattr(self.model.config, "max_position_embeddings", None) or 0)
+
+    def _sample(self, tokens: int) -> Sample:
+        """What a fit reads of the first ``tokens`` tokens in the store: all but the first page, the attention sink, which is like no other page."""
+        model = self.model
+        stop = tokens // PAGE_TOKENS * PAGE_TOKENS
+        kept = model.calibration_positions() < tokens
+        return Sample(
+            {layer: model.keys[layer][:, PAGE_TOKENS:stop] for layer in model.sparse_layers}, torch.arange(PAGE_TOKENS, stop, device=model.device),
+            {layer: model.calibration_queries(layer)[:, kept] for layer in model.sparse_layers}, model.calibration_positions()[kept],
+        )
+
+    def _fit(self, selector: Any, samples: Sequence[Sample] | None, tokens: int = 0) -> dict[int, LayerCalibration]:
         size = selector.record_bytes(self.model.head_dim) if selector.needs_calibration else 256
         frame = bool(getattr(selector, "page_frame", False))
         if (size, frame) not in self._fits:
-            if self.source == "text" and shrink is None:
+            if self.source == "text" and samples is None:
                 raise CalibrationError("the built-in text was not read before the first prompt")
-            options: dict[str, Any] = {} if shrink is None else {"mode_shrink": shrink}
-            if frame:
-                options.update(page_frame=True, rotary=self._rotary(), first_position=PAGE_TOKENS)
-            fits = {}
-            for layer in self.model.sparse_layers:
-                # The first page, the attention sink, is like no other page.
-                keys = self.model.keys[layer][:, PAGE_TOKENS : tokens // PAGE_TOKENS * PAGE_TOKENS]
-                fits[layer] = fit_layer(keys, self.model.calibration_queries(layer), record_bytes=size, **options)
-            self._fits[size, frame] = fits
+            samples = samples or [self._sample(tokens)]
+            rotary = self._rotary()
+            served = 0 if rotary is None or frame else max(tokens, self._positions)
+            key_positions, query_positions = (torch.cat([getattr(s, name) for s in samples]) for name in ("key_positions", "query_positions"))
+            self._fits[size, frame] = {
+                layer: fit_layer(
+                    torch.cat([s.keys[layer] for s in samples], 1), torch.cat([s.queries[layer] for s in samples], 1), record_bytes=size, rotary=rotary,
+                    served_positions=served, key_positions=key_positions, query_positions=query_positions, page_frame=frame,
+                )
+                for layer in self.model.sparse_layers
+            }
         return self._fits[size, frame]
 
     def _rotary(self) -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvskim.calibration import Calibration, LayerCalibration, fit_layer
+from kvskim.calibration import SPREAD_COPIES, Calibration, LayerCalibration, fit_layer
 from kvskim.engines.vllm.calibration_source import keep_calibration
 from kvskim.engines.vllm.parallel import queries_of_all_ranks
 from kvskim.layout import PAGE_TOKENS
@@ -34,10 +34,6 @@ QUERY_STRIDE = 4
 """One in so many of these tokens gives queries too: their second moment needs fewer of them."""
 SHORTEST_ROW = 4 * PAGE_TOKENS
 """Prefill rows shorter than this are left out: vLLM's own warm-up requests are a few tokens long."""
-MODE_SHRINK = 0.5
-"""Served text goes on to be other text than the first prompts."""
-LATER_COPIES = 3
-"""How often the captured tokens are seen again at later positions."""
 FIT_COPIES = 12
 """Float copies of a layer's keys that a fit holds at its peak, generously counted."""
 ENCODE_PAGES = 65536
@@ -46,32 +42,34 @@ ENCODE_PAGES = 65536
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens ``start .. start + count - 1`` of a step, which go to position ``target`` of the captured tokens."""
+    """Tokens ``start .. start + count - 1`` of a step, which go to index ``target`` of the captured tokens; ``position``: of the first in its request."""
 
     start: int
     count: int
     target: int
+    position: int
 
 
-def plan_segments(starts: Sequence[int], captured: int, capacity: int) -> tuple[Segment, ...]:
+def plan_segments(starts: Sequence[int], lengths: Sequence[int], captured: int, capacity: int) -> tuple[Segment, ...]:
     """Which tokens of a step calibration reads: whole groups of 16 tokens of every long row, without the row's first 16 tokens.
 
     The first page of a request is always attended, and its keys are unlike all others.
 
     Args:
         starts: ``[rows + 1]``, first token of each row, and the end.
+        lengths: ``[rows]``, tokens of each request, those of this step counted.
         captured: tokens that earlier steps gave.
         capacity: tokens wanted in all, a multiple of 16.
     """
     segments = []
-    for start, end in itertools.pairwise(starts):
+    for (start, end), length in zip(itertools.pairwise(starts), lengths):
         room = capacity - captured
         if room < PAGE_TOKENS:
             break
         if end - start < SHORTEST_ROW:
             continue
         count = min((end - start - PAGE_TOKENS) // PAGE_TOKENS * PAGE_TOKENS, room)
-        segments.append(Segment(start + PAGE_TOKENS, count, captured))
+        segments.append(Segment(start + PAGE_TOKENS, count, captured, length - (end - start) + PAGE_TOKENS))
         captured += count
     return tuple(segments)
 
@@ -82,16 +80,17 @@ class Calibrator:
     Args:
         selector: the record format that is fitted.
         layers: the sparse layers of this worker, in the order of the model.
-        later_positions: offsets at which the captured keys and queries are seen again, rotated.
-        rotary: the model's rotary embedding; None: later positions are left out.
+        rotary: the model's rotary embedding; None: the fit sees the captured keys at their own positions only.
+        served_positions: tokens of the longest request.
     """
 
-    def __init__(self, selector: Selector, layers: Sequence[LayerState], rotary: Rotary | None, later_positions: tuple[int, ...]) -> None:
+    def __init__(self, selector: Selector, layers: Sequence[LayerState], rotary: Rotary | None, served_positions: int) -> None:
         self._selector = selector
         self._layers = list(layers)
         self._rotary = rotary
-        self._later_positions = later_positions if rotary is not None else ()
+        self._served_positions = served_positions if rotary is not None else 0
         self._captured = 0
+        self._positions = torch.zeros(CAPTURE_TOKENS, dtype=torch.int64)
         self._keys: dict[str, Tensor] = {}
         self._queries: dict[str, Tensor] = {}
         self._planned: tuple[tuple[Segment, ...], int] = (), 0
@@ -105,7 +104,7 @@ class Calibrator:
             self._keys[layer.name] = torch.zeros(CAPTURE_TOKENS, layer.num_kv_heads, layer.head_size, dtype=dtype, device=device)
             self._queries[layer.name] = torch.zeros(queries, layer.num_heads, layer.head_size, dtype=dtype, device=device)
         # What a fit takes for a moment shows in the peak that vLLM measures, and is free again at once.
-        tokens = CAPTURE_TOKENS * (1 + len(self._later_positions))
+        tokens = CAPTURE_TOKENS * (SPREAD_COPIES if self._served_positions else 1)
         torch.empty(max(FIT_COPIES * 4 * tokens * layer.num_kv_heads * layer.head_size for layer in self._layers), dtype=torch.uint8, device=device)
 
     @property
@@ -123,10 +122,14 @@ class Calibrator:
         self._planned = (), common.num_actual_tokens
         if self._captured >= CAPTURE_TOKENS or common.max_query_len < SHORTEST_ROW or not self._keys:
             return
-        segments = plan_segments(common.query_start_loc_cpu[: common.num_reqs + 1].tolist(), self._captured, CAPTURE_TOKENS)
-        # vLLM's dummy runs have no slots. This waits for the GPU, in the few prefill steps that are captured and in no other.
+        # This waits for the GPU, in the few prefill steps that are captured and in no other.
+        starts, lengths = common.query_start_loc_cpu[: common.num_reqs + 1].tolist(), common.seq_lens[: common.num_reqs].tolist()
+        segments = plan_segments(starts, lengths, self._captured, CAPTURE_TOKENS)
+        # vLLM's dummy runs have no slots.
         if not segments or bool((common.slot_mapping[: segments[-1].start + 1] < 0).any()):
             return
+        for s in segments:
+            self._positions[s.target : s.target + s.count] = torch.arange(s.position, s.position + s.count)
         self._captured = segments[-1].target + segments[-1].count
         self._planned = segments, common.num_actual_tokens
 
@@ -157,9 +160,12 @@ class Calibrator:
         layer = self._layers[len(self._fitted)]
         keys = self._keys.pop(layer.name).transpose(0, 1).float()
         queries = queries_of_all_ranks(state.vllm_config, self._queries.pop(layer.name)).transpose(0, 1).float() * layer.scale
+        # Ranks that share a kv head give every r-th of their queries each.
+        query_positions = self._positions[:: CAPTURE_TOKENS // queries.shape[1]]
         record_bytes = self._selector.record_bytes(layer.head_size)
         fitted = fit_layer(
-            keys, queries, record_bytes=record_bytes, mode_shrink=MODE_SHRINK, rotary=self._rotary, later_positions=self._later_positions
+            keys, queries, record_bytes=record_bytes, rotary=self._rotary, served_positions=self._served_positions, key_positions=self._positions,
+            query_positions=query_positions,
         )
         self._fitted.append(fitted)
         self._seconds += time.perf_counter() - started
@@ -171,7 +177,7 @@ class Calibrator:
             state.mark_ready()
             self._seconds += time.perf_counter() - started
             state.log(f"calibration: fitted on the first {CAPTURE_TOKENS} prefill tokens in {self._seconds:.1f} s; decode is sparse from now on")
-            keep_calibration(state, {layer.index: fitted for layer, fitted in zip(self._layers, self._fitted)}, seen_later=bool(self._later_positions))
+            keep_calibration(state, {layer.index: fitted for layer, fitted in zip(self._layers, self._fitted)}, seen_later=bool(self._served_positions))
 
 
 def encode_all_pages(state: SkimState, layer: LayerState) -> None:
@@ -224,14 +230,6 @@ def rank_tables(selector: Selector, calibration: Calibration, index: int, total_
     if isinstance(tables, SketchTables):
         return tables.heads(first, first + count)
     return PageTables(tables.offset[first : first + count].contiguous())
-
-
-def later_positions(max_model_len: int) -> tuple[int, ...]:
-    """Offsets at which calibration sees its keys and queries again, spread evenly up to the longest request."""
-    room = max_model_len - CAPTURE_TOKENS
-    if room <= CAPTURE_TOKENS:
-        return ()
-    return tuple(room * (n + 1) // LATER_COPIES for n in range(LATER_COPIES))
 
 
 def vllm_rotary(head_size: int, latent_size: int | None = None) -> Rotary | None:
