@@ -410,7 +410,7 @@ def test_sketch_is_dense_until_calibrated_on_the_first_long_prompt(plain, monkey
 def test_a_fit_is_told_the_positions_of_its_keys_and_queries(monkeypatch):
     """Those of the real tokens of left-padded rows prefilled in two parts, without each row's first page; for all positions that the model has."""
     fits, fit = [], transformers_layer.fit_layer
-    monkeypatch.setattr(transformers_layer, "fit_layer", lambda keys, queries, **options: fits.append((keys, queries, options)) or fit(keys, queries, **options))
+    monkeypatch.setattr(transformers_layer, "fit_layer", lambda *data, **options: fits.append((*data, options)) or fit(*data, **options))
     monkeypatch.setattr(transformers_layer, "LEAST_CALIBRATION_TOKENS", 64)
     model = make("llama")
     enable(model, SkimConfig(rule="budget", budget_pages=4))
