@@ -33,6 +33,20 @@ def launched(monkeypatch):
     return seen
 
 
+def run_step(rule: RuleParameters, changes: dict[str, bool]) -> None:
+    """One step of two requests whose CUDA launches are recorded, see `launched`."""
+    batch = make_batch("sketch", [300, 40], heads=2, group=4, dim=128, dtype=torch.bfloat16)
+    workspace = Workspace(
+        max_requests=2, num_kv_heads=2, group=4, head_dim=128, page_capacity=batch.page_capacity, rule=rule, sink_pages=1, window_pages=1, device="cpu",
+        kernels="triton",
+    )
+    settings = replace(StepSettings(batch.selector, batch.tables, rule, 1, 1, batch.scale, kernels="cuda"), **changes)
+    decode_step(
+        settings, batch.query, batch.key_cache, batch.value_cache, batch.records, batch.block_table, batch.seq_lens,
+        ready=torch.ones(1, dtype=torch.int32), workspace=workspace, buffers=workspace.buffers(2), out=torch.empty_like(batch.query),
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "others", "last"),
     [
@@ -43,16 +57,7 @@ def launched(monkeypatch):
     ],
 )
 def test_launch_flags_follow_the_settings_of_the_step(launched, changes, others, last):
-    batch = make_batch("sketch", [300, 40], heads=2, group=4, dim=128, dtype=torch.bfloat16)
-    workspace = Workspace(
-        max_requests=2, num_kv_heads=2, group=4, head_dim=128, page_capacity=batch.page_capacity, rule=BUDGET, sink_pages=1, window_pages=1, device="cpu",
-        kernels="triton",
-    )
-    settings = replace(StepSettings(batch.selector, batch.tables, BUDGET, 1, 1, batch.scale, kernels="cuda"), **changes)
-    decode_step(
-        settings, batch.query, batch.key_cache, batch.value_cache, batch.records, batch.block_table, batch.seq_lens,
-        ready=torch.ones(1, dtype=torch.int32), workspace=workspace, buffers=workspace.buffers(2), out=torch.empty_like(batch.query),
-    )
+    run_step(BUDGET, changes)
     assert launched == [("prepare", others), ("score", others), ("select", others), ("attend", last)]
 
 
@@ -60,15 +65,5 @@ def test_launch_flags_follow_the_settings_of_the_step(launched, changes, others,
 def test_attend_begins_early_only_where_all_it_reads_is_settled(launched, monkeypatch, changes, full_pages):
     seen = []
     monkeypatch.setattr(cuda_attend, "attend_cuda", lambda *arguments: seen.append(arguments[-6]))
-    batch = make_batch("sketch", [300, 40], heads=2, group=4, dim=128, dtype=torch.bfloat16)
-    rule = replace(BUDGET, full_pages=7)
-    workspace = Workspace(
-        max_requests=2, num_kv_heads=2, group=4, head_dim=128, page_capacity=batch.page_capacity, rule=rule, sink_pages=1, window_pages=1, device="cpu",
-        kernels="triton",
-    )
-    settings = replace(StepSettings(batch.selector, batch.tables, rule, 1, 1, batch.scale, kernels="cuda"), **changes)
-    decode_step(
-        settings, batch.query, batch.key_cache, batch.value_cache, batch.records, batch.block_table, batch.seq_lens,
-        ready=torch.ones(1, dtype=torch.int32), workspace=workspace, buffers=workspace.buffers(2), out=torch.empty_like(batch.query),
-    )
+    run_step(replace(BUDGET, full_pages=7), changes)
     assert seen == [full_pages]

@@ -4,6 +4,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 HERE = Path(__file__).parent
 
 
@@ -23,3 +26,15 @@ if _vllm_is_installed():
 else:
     sys.path.insert(0, str(HERE / "standin"))
 sys.path.insert(0, str(HERE))
+
+
+@pytest.fixture
+def small_calibration(monkeypatch, tmp_path):
+    """Calibration on first prompts after 256 tokens, kept in a folder of this test."""
+    from kvskim.engines.vllm import calibrate
+
+    torch.set_num_threads(1)
+    monkeypatch.setattr(calibrate, "CAPTURE_TOKENS", 256)
+    monkeypatch.setenv("KVSKIM_CACHE_DIR", str(tmp_path))
+    with torch.inference_mode():
+        yield

@@ -19,13 +19,7 @@ from kvskim.selectors import get_selector
 FEW = {"rule": "budget", "budget_pages": 6}
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch, tmp_path):
-    torch.set_num_threads(1)
-    monkeypatch.setattr(calibrate, "CAPTURE_TOKENS", 256)
-    monkeypatch.setenv("KVSKIM_CACHE_DIR", str(tmp_path))
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("small_calibration")
 
 
 def test_segments_are_whole_pages_of_long_rows_without_their_first_page():

@@ -25,13 +25,7 @@ SIZES = [(2, 1), (1, 2), (2, 2)]
 """Tensor and pipeline parallel size."""
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch, tmp_path):
-    torch.set_num_threads(1)
-    monkeypatch.setattr(calibrate, "CAPTURE_TOKENS", 256)
-    monkeypatch.setenv("KVSKIM_CACHE_DIR", str(tmp_path))
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("small_calibration")
 
 
 class Agreeing:

@@ -74,7 +74,7 @@ def attend(
     Raises:
         ValueError: an argument has another shape, dtype, stride or device than said here.
 
-    Allocates nothing and never waits for the device (cuda, triton); safe in CUDA graphs.
+    Allocates nothing but a joined query, and never waits for the device (cuda, triton); safe in CUDA graphs.
     """
     check_arguments(query, key_cache, value_cache, block_table, seq_lens, pages, counts, softcap, out, lse)
     if isinstance(query, LatentQuery) and (

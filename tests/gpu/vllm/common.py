@@ -1,6 +1,9 @@
 """What the scripts of this folder share: the model folder, prompts, graph modes."""
 
 import argparse
+import json
+import subprocess
+from pathlib import Path
 from typing import Any
 
 MODES: dict[str, dict[str, Any]] = {
@@ -39,3 +42,23 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     """Columns of text."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [header, *rows])
+
+
+def ended(name: str, process: subprocess.Popen[bytes], result: Path, log: Path, seconds: float, problems: list[str]) -> Any | None:
+    """What an engine in a process of its own has written to ``result``; None, and one problem more, where it failed or was not done in time."""
+    try:
+        process.wait(timeout=max(1.0, seconds))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.returncode == 0 and result.is_file():
+        return json.loads(result.read_text())
+    problems.append(f"the engine '{name}' failed or was not done in time")
+    print(f"--- last lines of '{name}'\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+    return None
+
+
+def print_memory_lines(log: Path) -> None:
+    """What an engine with a host tier says of its memory."""
+    said = ("host memory", "page-locked", "hot cache")
+    print("\n".join(line for line in log.read_text(errors="replace").splitlines() if any(words in line for words in said)), flush=True)

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import engine, parser, table, text_ids
+from common import ended, engine, parser, print_memory_lines, table, text_ids
 
 RULES = {
     "few pages": {"selector": "rki4", "rule": "budget", "budget_pages": 16, "full_pages": 0},
@@ -109,19 +109,11 @@ def main() -> int:
                 processes[name] = (subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT), result, log)
         end = time.monotonic() + a.seconds
         for name, (process, result, log) in processes.items():
-            try:
-                process.wait(timeout=max(1.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.returncode == 0 and result.is_file():
-                results[name] = json.loads(result.read_text())
-            else:
-                problems.append(f"the engine '{name}' failed or was not done in time")
-                print(f"--- last lines of '{name}'\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+            outcome = ended(name, process, result, log, end - time.monotonic(), problems)
+            if outcome is not None:
+                results[name] = outcome
             if name.startswith(VARIANTS):
-                said = ("host memory", "page-locked", "hot cache")
-                print("\n".join(line for line in log.read_text(errors="replace").splitlines() if any(words in line for words in said)))
+                print_memory_lines(log)
     rows = []
     for name, result in results.items():
         variant = name.partition(",")[0]

@@ -18,7 +18,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from common import table
+from common import ended, print_memory_lines, table
 
 GIB = 2**30
 HOT = {"mem-v": 0.012, "mem-kv": 0.5}
@@ -128,19 +128,11 @@ def main() -> int:
             spec.write_text(json.dumps(dict(llm=llm, settings=own, real=real, repetitions=a.repetitions, jobs=[asdict(job) for job in jobs])))
             with log.open("w") as output:
                 process = subprocess.Popen([sys.executable, __file__, "--worker", str(spec), str(result)], stdout=output, stderr=subprocess.STDOUT)
-                try:
-                    process.wait(timeout=max(1.0, end - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-            if process.returncode == 0 and result.is_file():
-                results[variant] = json.loads(result.read_text())
-            else:
-                problems.append(f"the engine '{variant}' failed or was not done in time")
-                print(f"--- last lines of '{variant}'\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+                outcome = ended(variant, process, result, log, end - time.monotonic(), problems)
+            if outcome is not None:
+                results[variant] = outcome
             if variant != "fast":
-                said = ("host memory", "page-locked", "hot cache")
-                print("\n".join(line for line in log.read_text(errors="replace").splitlines() if any(words in line for words in said)), flush=True)
+                print_memory_lines(log)
     header = ["engine", "start s", "blocks", "GPU GiB: cache", "hot", "prompts", "sum", "host GiB"]
     print(table(header, [
         [
