@@ -80,7 +80,8 @@ def test_traces_are_read() -> None:
     ("void gemv2T_kernel_val<int, int, __nv_bfloat16>(float)", "linear layers"), ("triton_tem_fused_mm_3", "linear layers"),
     ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<x> > >(x)", "attention"),
     ("void flash::prepare_varlen_num_blocks_kernel<1>(int)", "attention"), ("void vllm::merge_attn_states_kernel<float>(float)", "attention"),
-    ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>(x)", "cache write"), ("void vllm::concat_and_cache_mla_kernel<x>(x)", "cache write"),
+    ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>(x)", "cache write"),
+    ("kvskim::write_cache_kernel(kvskim::WriteArguments)", "cache write"), ("void vllm::concat_and_cache_mla_kernel<x>(x)", "cache write"),
     ("fused_moe_kernel", "experts"), ("void vllm::moe::topkGating<8, 64>(float)", "experts"),
     ("void vllm::moe::count_and_sort_expert_tokens_kernel<int>", "experts"),
     ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_topk_1", SMALL), ("void vllm::rms_norm_kernel<c10::BFloat16>(x)", SMALL),
@@ -118,7 +119,7 @@ def own_kernels() -> list[str]:
 def test_every_kernel_of_ours_has_a_group_of_ours() -> None:
     names = own_kernels()
     assert {"score_sketch_kernel", "select_kernel", "attend_kernel", "_merge_kernel"} <= set(names)
-    ours = {"encode", "score preparation", "score", "select", "values in host memory", "attend"}
+    ours = {"cache write", "encode", "score preparation", "score", "select", "values in host memory", "attend"}
     assert {name for name in names if kernel_group(name) not in ours} == set()
 
 

@@ -59,11 +59,3 @@ def run_step(rule: RuleParameters, changes: dict[str, bool]) -> None:
 def test_launch_flags_follow_the_settings_of_the_step(launched, changes, others, last):
     run_step(BUDGET, changes)
     assert launched == [("prepare", others), ("score", others), ("select", others), ("attend", last)]
-
-
-@pytest.mark.parametrize(("changes", "full_pages"), [(dict(), 0), (dict(overlap=True), 0), (dict(overlap=True, settled=True), 7)])
-def test_attend_begins_early_only_where_all_it_reads_is_settled(launched, monkeypatch, changes, full_pages):
-    seen = []
-    monkeypatch.setattr(cuda_attend, "attend_cuda", lambda *arguments: seen.append(arguments[-6]))
-    run_step(replace(BUDGET, full_pages=7), changes)
-    assert seen == [full_pages]

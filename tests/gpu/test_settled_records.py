@@ -1,5 +1,5 @@
 """What the kernels ahead write while later ones may already read: records of a page that a prompt found in the prefix cache as another row fills it,
-and the newest keys and values of requests that are attended whole."""
+and the newest keys and values."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvskim.ops.cuda.library import availability
 from kvskim.ops.encode import encode
 from kvskim.ops.step import StepSettings, decode_step
 from kvskim.ops.workspace import Workspace
+from kvskim.ops.write_cache import write_cache
 from kvskim.rules import RuleParameters
 from step_data import make_batch
 
@@ -71,9 +72,8 @@ WHOLE = RuleParameters(rule="budget", budget_pages=6, min_pages=0, full_pages=40
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("group", [4, 8, 16])
 @pytest.mark.parametrize("requests", [1, 12])
-def test_attention_of_whole_requests_sees_the_tokens_of_this_step(dim: int, group: int, requests: int) -> None:
-    """Attend may read a short request before score and select have ended, but not what this step writes: its last token, and the last token of the
-    page that another row fills and that it has from the prefix cache."""
+def test_a_step_sees_the_tokens_that_the_write_ahead_of_it_writes(dim: int, group: int, requests: int) -> None:
+    """The kernels behind the write begin while it runs, as it begins while the kernel ahead of it runs: what makes its keys and values here."""
     heads = 8
     lengths = ([1, 15, 16, 17, 33, 400, 639, 640, 641, 1500, 16 * 20, 16 * 20 + 1] if requests > 1 else [640])[:requests]
     batch = make_batch("sketch", lengths, heads=heads, group=group, dim=dim, block_size=16, dtype=torch.bfloat16).to("cuda")
@@ -88,12 +88,14 @@ def test_attention_of_whole_requests_sees_the_tokens_of_this_step(dim: int, grou
     ready = torch.ones(1, dtype=torch.int32, device="cuda")
     last = torch.tensor(lengths, device="cuda") - 1
     blocks, places = batch.block_table.long().gather(1, (last // 16)[:, None])[:, 0], last % 16
-    new_keys, new_values = (torch.randn(requests, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    fresh = torch.randn(2, requests, heads, dim, device="cuda", dtype=torch.bfloat16)
+    rows = torch.empty_like(fresh)
+    slots = blocks * 16 + places
     out = torch.empty_like(batch.query)
 
     def step(overlap: bool) -> None:
-        batch.key_cache[blocks, places] = new_keys
-        batch.value_cache[blocks, places] = new_values
+        rows.copy_(fresh)
+        assert write_cache(rows[0], rows[1], batch.key_cache, batch.value_cache, slots, kernels="cuda", overlap=overlap)
         decode_step(
             replace(settings, overlap=overlap, settled=overlap), batch.query, batch.key_cache, batch.value_cache, batch.records, batch.block_table,
             batch.seq_lens, ready=ready, workspace=workspace, buffers=buffers, out=out,
@@ -105,15 +107,16 @@ def test_attention_of_whole_requests_sees_the_tokens_of_this_step(dim: int, grou
     with torch.cuda.graph(graph):
         step(overlap=True)
     for _ in range(30):
-        new_keys.normal_()
-        new_values.normal_()
+        fresh.normal_()
         # Read too early, these show.
+        rows.fill_(1e3)
         batch.key_cache[blocks, places] = 30.0
         batch.value_cache[blocks, places] = 1e4
         out.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
-        ours = out.clone()
+        ours, forced = out.clone(), buffers.forced.clone()
         step(overlap=False)
         torch.cuda.synchronize()
         assert torch.equal(ours, out)
+        assert torch.equal(forced.nan_to_num(), buffers.forced.nan_to_num())

@@ -7,7 +7,10 @@ from mla_mini_engine import MlaMiniEngine
 from vllm.forward_context import set_forward_context
 
 from kvskim.engines.vllm import facts, probe
+from kvskim.engines.vllm import state as state_module
 from kvskim.engines.vllm.encode_placement import EncodeOrder
+from kvskim.ops.dispatch import Choice
+from kvskim.ops.write_cache import write_cache
 
 FEW = {"selector": "minmax", "rule": "budget", "budget_pages": 6}
 
@@ -240,3 +243,43 @@ def test_a_step_is_of_decode_rows_alone_where_its_metadata_says_so():
     engine.step([(Request(8), 1), (Request(9), 20)])
     with set_forward_context({name: engine.metadata}, engine.config):
         assert not facts.decodes_alone(name)
+
+
+def test_only_steps_of_decode_rows_alone_write_keys_with_the_kernel_that_lets_others_in(monkeypatch):
+    """And what it does not take, vLLM writes: results are the same."""
+    plain, engine = MiniEngine(FEW), MiniEngine(FEW)
+    written: list[tuple[str, int]] = []
+    serves = [True]
+
+    def write(layer, key, value, kv_cache, slots):
+        if serves[0]:
+            written.append((layer.name, int((slots >= 0).sum())))
+            cache, room = layer.views(kv_cache)
+            write_cache(key, value, cache, room, slots, kernels="torch")
+        return serves[0]
+
+    monkeypatch.setattr(engine.state, "write", write)
+    names = list(engine.state.layers)
+    for taken, scheduled, rows in ((True, [(5, 100), (6, 40)], 0), (True, [(5, 1), (6, 1)], 2), (True, [(5, 1), (6, 20)], 0), (False, [(5, 1), (6, 1)], 0)):
+        serves[0] = taken
+        written.clear()
+        results = []
+        for one in (plain, engine):
+            requests = one.__dict__.setdefault("requests", {seed: Request(seed) for seed in (5, 6)})
+            results.append([out for layers in one.step([(requests[seed], count) for seed, count in scheduled], pad_rows=2 if rows else 0) for out in layers])
+        assert written == [(name, rows) for name in names if rows]
+        assert all(torch.equal(actual, wanted) for actual, wanted in zip(*results, strict=True))
+
+
+def test_the_write_that_lets_others_in_is_the_cuda_kernel_or_nothing(monkeypatch):
+    engine = MiniEngine(FEW)
+    layer = next(iter(engine.state.layers.values()))
+    cache, rows = layer.module.kv_cache, torch.ones(1, 2, 64)
+    slots = torch.tensor([40])
+    assert not engine.state.write(layer, rows, rows, cache, slots)
+    assert cache.isnan().all()
+    seen = []
+    monkeypatch.setattr(state_module, "write_cache", lambda *tensors, kernels, overlap: seen.append((kernels, overlap)) or True)
+    monkeypatch.setattr(engine.state, "kernels", Choice("cuda", ""))
+    assert engine.state.write(layer, rows, rows, cache, slots)
+    assert seen == [("cuda", True)]

@@ -22,7 +22,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         r"^_?(prepare|combine|gather_block_tables|compute_slot_mapping|post_update|get_num_sampled|apply_write|expand_idx_mapping|copy_page_indices|"
         r"expand_page_indices|zero_kv_blocks|batch_memcpy|update)\w*$",
     ),
-    ("cache write", r"reshape_and_cache|concat_and_cache|_reshape_cache"),
+    ("cache write", r"reshape_and_cache|concat_and_cache|_reshape_cache|write_cache_kernel"),
     ("attention", r"flash|fmha|unified_attention|paged_attention|splitkv|prepare_varlen_num_blocks|merge_attn_states|reduce_segments|^_fwd_(grouped_)?kernel"),
     # How the driver copies a few bytes inside a graph.
     ("copies", r"^memcpy\d*_post$"),

@@ -46,7 +46,7 @@ class AttendScratch(Protocol):
 def attend(
     query: Query, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, *,
     scale: float, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor, lse: Tensor | None = None,
-    scratch: AttendScratch | None, kernels: str, full_pages: int = 0, overlap_previous: bool = False,
+    scratch: AttendScratch | None, kernels: str, overlap_previous: bool = False,
 ) -> None:
     """Attention of one query token per request to the selected pages of its KV cache.
 
@@ -65,9 +65,6 @@ def attend(
         scratch: see `AttendScratch`; not needed by torch.
         kernels: cuda, triton or torch. What the CUDA kernel does not serve at all, values of another width than the keys and groups of more
             than 16 query heads, the Triton kernels attend under "cuda" too.
-        full_pages: with ``overlap_previous``: the counts of requests of at most so many pages say all pages, and their pages but the last two,
-            ``seq_lens`` and ``block_table`` were complete before the chain of overlapped launches began. The CUDA kernel begins to read them
-            while the kernels ahead still run; the others don't use it.
         overlap_previous: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch): the CUDA
             kernel, and the Triton kernels of latent attention.
 
@@ -103,7 +100,7 @@ def attend(
         check_cuda(query, key_cache, value_cache, out)
         attend_cuda(
             query, key_cache, value_cache, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials, scratch.attend_tickets,
-            splits, plan.pages_per_split, cluster_of(query, key_cache, block_table, pages), full_pages, scale, softcap, k_scale, v_scale,
+            splits, plan.pages_per_split, cluster_of(query, key_cache, block_table, pages), scale, softcap, k_scale, v_scale,
             overlap_previous,
         )
     else:

@@ -23,8 +23,7 @@ from kvskim.tier.pages import HostTier
 class StepSettings:
     """What is the same for every step of a layer. ``softcap`` 0: none. ``overlap``: programmatic dependent launches (CUDA only).
 
-    ``settled``: records of candidate pages, block table, lengths, and all keys and values but those of the last two pages were complete before the
-    chain of overlapped launches began, see `score` and `attend`.
+    ``settled``: records of candidate pages, block table and lengths were complete before the chain of overlapped launches began, see `score`.
     """
 
     selector: Selector
@@ -84,5 +83,5 @@ def decode_step(
         return
     attend(
         query, key_cache, values, block_table, seq_lens, b.pages, b.counts, scale=s.scale, softcap=s.softcap, k_scale=s.k_scale, v_scale=s.v_scale,
-        out=out, lse=lse, scratch=workspace, kernels=s.kernels, full_pages=s.rule.full_pages if s.settled else 0, overlap_previous=s.overlap,
+        out=out, lse=lse, scratch=workspace, kernels=s.kernels, overlap_previous=s.overlap,
     )

@@ -151,16 +151,20 @@ class SkimImpl(FlashAttentionImpl):
 
     def do_kv_cache_update(self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write K and V, then the records of the pages that this completes."""
-        host_cache = self.skim_state.host_cache
-        if host_cache is None or self.skim_layer is None or kv_cache.numel() == 0:
+        host_cache, sparse = self.skim_state.host_cache, self.skim_layer
+        if sparse is None or kv_cache.numel() == 0:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        alone = decodes_alone(sparse.name)
+        if host_cache is None:
+            if not (alone and self.skim_state.write(sparse, key, value, kv_cache, slot_mapping)):
+                super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         else:
             if not host_cache.with_keys:
                 # The cache has keys and no values: they are written twice to the same place, which costs less than a kernel of our own.
                 super().do_kv_cache_update(layer, key, key, kv_cache.expand(-1, 2, -1, -1, -1), slot_mapping)
-            host_cache.store(self.skim_layer, key, value, slot_mapping)
-        if self.skim_layer is not None and kv_cache.numel() > 0:
-            self.skim_state.keys_written(self.skim_layer, slot_mapping, alone=decodes_alone(self.skim_layer.name))
+            host_cache.store(sparse, key, value, slot_mapping)
+        self.skim_state.keys_written(sparse, slot_mapping, alone=alone)
 
     def fused_rope_kvcache_supported(self) -> bool:
         # A fused operation would write K past do_kv_cache_update: records would not be made.

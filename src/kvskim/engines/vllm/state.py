@@ -39,6 +39,7 @@ from kvskim.ops.latent_query import Query
 from kvskim.ops.score import fills_pieces, scorer
 from kvskim.ops.step import StepSettings, decode_step
 from kvskim.ops.workspace import StepBuffers, Workspace, table_capacity
+from kvskim.ops.write_cache import write_cache
 from kvskim.rules import RuleParameters
 from kvskim.selectors import Selector, get_selector
 from kvskim.tier.pages import HostTier
@@ -286,6 +287,23 @@ class SkimState:
         """The same where no layer allocates anything, because none is sparse."""
         if not self.layers:
             self.report()
+
+    def write(self, layer: LayerState, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> bool:
+        """Write K and V of a step of decode rows alone with the kernel that lets the decode kernels behind it begin early.
+
+        Args:
+            key, value: ``[T', H, D]`` with T' >= T.
+            kv_cache: the layer's cache as vLLM gives it.
+            slot_mapping: int64 ``[T]``, -1: none.
+
+        Returns:
+            False: nothing was written, vLLM must; other kernels than the CUDA ones, float8, or rows that are not aligned.
+        """
+        if self.kernels.kernels != "cuda":
+            return False
+        key_cache, value_cache = layer.views(kv_cache)
+        assert isinstance(value_cache, Tensor)
+        return write_cache(key, value, key_cache, value_cache, slot_mapping, kernels="cuda", overlap=True)
 
     def keys_written(self, layer: LayerState, slot_mapping: Tensor, *, alone: bool) -> None:
         """A step has written the keys of these slots (int64, -1: none): make the records of the pages that they complete.

@@ -11,8 +11,6 @@
 // host_pages not null: the values, or with parts = 2 keys and values, are in host memory, and the caches of these are not read. host_pages
 // [pages, heads, parts, 16, dim] by physical page (block * pages_per_block + page in block), at an address that the device reads;
 // hot_pages [slots, parts, 16, dim]; directory [pages, heads]: slot + 1, or 0.
-// full_pages above 0, with kOverlapPrevious: requests of at most so many pages attend all of them (their counts say so too), and seq_lens, the block
-// table and all their pages but the last two were complete before the chain of overlapped launches began. Not used with pages in host memory.
 // query_type and cache_type are ElementType; cache_type equals query_type or is e4m3. At most `splits` CTAs share a (request, kv head), and
 // no more than its count needs at pages_per_split pages each.
 extern "C" int kvskim_attend(const void* query, int64_t query_request_stride, int64_t query_head_stride, const void* key_cache,
@@ -22,7 +20,7 @@ extern "C" int kvskim_attend(const void* query, int64_t query_request_stride, in
                              int64_t block_table_stride, const int* seq_lens, const int* pages, const int* counts, void* out,
                              int64_t out_request_stride, int64_t out_head_stride, float* lse, float* partials, unsigned* tickets, int requests,
                              int heads, int group, int dim, int pages_per_block, int table_capacity, int splits, int pages_per_split, int cluster,
-                             int full_pages, int query_type, int cache_type, float scale, float softcap, float k_scale, float v_scale, int flags,
+                             int query_type, int cache_type, float scale, float softcap, float k_scale, float v_scale, int flags,
                              cudaStream_t stream) {
   using namespace kvskim;
   if (requests < 0 || requests > 65535 || heads < 1 || group < 1 || group > 16 || pages_per_block < 1 || splits < 1 || splits > kAttendMaximumSplits ||
@@ -63,7 +61,6 @@ extern "C" int kvskim_attend(const void* query, int64_t query_request_stride, in
   a.splits = a.clustered ? cluster : splits;
   a.pages_per_split = a.clustered ? 1 : pages_per_split;  // an idle CTA of a cluster would save nothing
   a.query_half = query_type == kFloat16;
-  a.full_pages = (flags & kOverlapPrevious) ? full_pages : 0;
   a.logit_scale = scale * k_scale * kLog2E;
   a.softcap_2 = softcap * kLog2E;
   a.softcap_inverse = softcap > 0.f ? 2.f / softcap : 0.f;

@@ -19,7 +19,7 @@ _attend = function("kvskim_attend", (
     POINTER, LONG, POINTER, POINTER, POINTER,  # block_table, seq_lens, pages, counts
     POINTER, LONG, LONG, POINTER, POINTER, POINTER,  # out, lse, partials, tickets
     INT, INT, INT, INT, INT, INT,  # requests, heads, group, dim, pages per block, table capacity
-    INT, INT, INT, INT,  # splits, pages per split, cluster, full pages
+    INT, INT, INT,  # splits, pages per split, cluster
     INT, INT, FLOAT, FLOAT, FLOAT, FLOAT, INT, STREAM,  # query type, cache type, scale, softcap, k_scale, v_scale, flags
 ))
 
@@ -27,7 +27,7 @@ _attend = function("kvskim_attend", (
 @operator("attend", mutates=("out", "lse", "partials", "tickets"))
 def attend_cuda(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, out: Tensor,
-    lse: Tensor | None, partials: Tensor, tickets: Tensor, splits: int, pages_per_split: int, cluster: int, full_pages: int, scale: float,
+    lse: Tensor | None, partials: Tensor, tickets: Tensor, splits: int, pages_per_split: int, cluster: int, scale: float,
     softcap: float, k_scale: float, v_scale: float, overlap_previous: bool,
 ) -> None:
     """Arguments as checked by `kvskim.ops.attend.attend`; splits and pages_per_split from `kvskim.ops.attend_plan.attend_plan`,
@@ -35,7 +35,7 @@ def attend_cuda(
     """
     values = (pointer(value_cache), value_cache.stride(0), value_cache.stride(1), value_cache.stride(2), None, None, None, 0)
     _launch(
-        query, key_cache, values, block_table, seq_lens, pages, counts, out, lse, partials, tickets, (splits, pages_per_split, cluster, full_pages),
+        query, key_cache, values, block_table, seq_lens, pages, counts, out, lse, partials, tickets, (splits, pages_per_split, cluster),
         (scale, softcap, k_scale, v_scale), overlap_previous,
     )
 
@@ -49,14 +49,14 @@ def attend_tiered_cuda(
     """Arguments as checked by `kvskim.ops.attend_tiered.attend_tiered`; values, or keys and values, in the tensors of a `kvskim.tier.pages.HostTier`."""
     values = (None, 0, 0, 0, pointer(host), pointer(hot), pointer(directory), host.shape[2])
     _launch(
-        query, key_cache, values, block_table, seq_lens, pages, counts, out, lse, partials, tickets, (splits, pages_per_split, cluster, 0),
+        query, key_cache, values, block_table, seq_lens, pages, counts, out, lse, partials, tickets, (splits, pages_per_split, cluster),
         (scale, softcap, 1.0, 1.0), overlap_previous,
     )
 
 
 def _launch(
     query: Tensor, key_cache: Tensor, values: tuple[int | None, ...], block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, out: Tensor,
-    lse: Tensor | None, partials: Tensor, tickets: Tensor, plan: tuple[int, int, int, int], numbers: tuple[float, float, float, float], overlap_previous: bool,
+    lse: Tensor | None, partials: Tensor, tickets: Tensor, plan: tuple[int, int, int], numbers: tuple[float, float, float, float], overlap_previous: bool,
 ) -> None:
     requests, query_heads, dim = query.shape
     heads = key_cache.shape[2]

@@ -19,9 +19,6 @@
 // At 4.3 TB/s over 132 SMs a latency of one microsecond needs 33 KB under way on an SM.
 // A grid of at most one CTA for each SM takes the deep variant: up to 36 KB a warp, 16-bit, D = 128: 4 stages = 139264, 122 KB under way.
 //
-// A request of at most full_pages pages attends all of them whatever the kernels ahead find, so its CTAs fill their rings while these kernels still
-// run. Only the last two pages, whose keys and values this step may write, and the query wait for them.
-//
 // TIERED: V, or K and V, are in host memory (HostTier). Only the address that a page is copied from differs, so the result has the same bits.
 //
 // Splits are put together by the CTAs of a cluster through shared memory (attend_cluster.cuh), or through global memory (attend_tickets.cuh).
@@ -76,28 +73,20 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
   const int row = lane / 4, quad = lane % 4;  // of fragments: row (or column) of a lane, and which pair it holds
   const int pair = request * a.heads + head;
 
-  // All loads are plain ones: the compiler may move __ldg ahead of a wait.
-  constexpr bool kEarly = !TIERED && (TILES == 1 || DEEP);  // else there are no registers left for it
-  const bool settled = kEarly && a.full_pages > 0;
-  if (!settled) wait_previous_kernel();
-  const int tokens = max(a.seq_lens[request], 0);
-  const int total = (tokens + kPageTokens - 1) / kPageTokens;
-  const bool early = settled && total > 0 && total <= a.full_pages;
-  if (settled && !early) wait_previous_kernel();
+  wait_previous_kernel();  // all loads from here on are plain ones: the compiler may move __ldg ahead of the wait
 
   // The page list is split into CTAs, warps and iterations so that all of them walk forward together: page number
   // split + splits * (warp + 4 j). The first 32 entries are fetched together with the count, on the guess that no split is idle.
   const int* table = a.pages + static_cast<int64_t>(pair) * a.table_capacity;
   const int guess = split + a.splits * (warp + kAttendWarps * lane);
-  const int guessed_page = !early && guess < a.table_capacity ? table[guess] : 0;
-  int count = early ? total : min(max(a.counts[pair], 0), total);
+  const int guessed_page = guess < a.table_capacity ? table[guess] : 0;
+  const int tokens = max(a.seq_lens[request], 0);
+  const int total = (tokens + kPageTokens - 1) / kPageTokens;
+  int count = min(max(a.counts[pair], 0), total);
   const bool identity = count == total;
   if (!identity) count = min(count, a.table_capacity);
   const int splits = min(a.splits, (count + a.pages_per_split - 1) / a.pages_per_split);  // those that have work
-  if (split >= max(splits, 1)) {
-    if (early) wait_previous_kernel();  // the end of this grid must mean that the kernels ahead have ended
-    return;
-  }
+  if (split >= max(splits, 1)) return;
   if (count == 0) {
     write_nothing<DIM>(a, request, head);
     return;
@@ -128,83 +117,6 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
   };
 
   PageAddress current = locate(!identity && splits == a.splits ? (lane < mine ? guessed_page : -1) : read_page(lane));
-
-  // ---- the ring ----
-  const uint32_t ring = shared_address(shared) + warp * Shape::kRing;
-  const int copy_row = lane / Shape::kChunks, copy_chunk = lane % Shape::kChunks;
-  const bool copies = copy_row < Shape::kRows;
-  const uint32_t copy_to = copy_row * Shape::kRowStride + copy_chunk * 16;
-  const uint8_t* key_lane = a.key.data + head * a.key.head_bytes + copy_row * a.key.token_bytes + copy_chunk * 16;
-  const uint8_t* value_lane = a.value.data + head * a.value.head_bytes + copy_row * a.value.token_bytes + copy_chunk * 16;
-
-  const auto copy_rows = [&](uint32_t to, const uint8_t* from, int64_t token_bytes, int valid) {
-    const int64_t advance = Shape::kRows * token_bytes;
-    if (copies) {
-      if (valid == kPageTokens) {
-#pragma unroll
-        for (int i = 0; i < kPageTokens / Shape::kRows; ++i) {
-          copy16(to + copy_to + i * (Shape::kRows * Shape::kRowStride), from);
-          from += advance;
-        }
-      } else {  // rows beyond the request hold anything, also NaN: they become zeros and are masked below
-#pragma unroll
-        for (int i = 0; i < kPageTokens / Shape::kRows; ++i) {
-          copy16_or_zero(to + copy_to + i * (Shape::kRows * Shape::kRowStride), from, copy_row + i * Shape::kRows < valid);
-          from += advance;
-        }
-      }
-    }
-  };
-  // Rows of a tier: part 0 of a page, or the last one.
-  const auto copy_part = [&](uint32_t to, PageAddress at, int part) {
-    constexpr int kRowBytes = DIM * Shape::kElementBytes;
-    const bool is_hot = at.source > 0;
-    const int64_t index = static_cast<int64_t>(is_hot ? at.source - 1 : -1 - at.source) * a.tier.parts + part;
-    const uint8_t* rows = (is_hot ? a.tier.hot : a.tier.host) + index * (kPageTokens * kRowBytes);
-    copy_rows(to, rows + copy_row * kRowBytes + copy_chunk * 16, kRowBytes, at.where & 31);
-  };
-  const auto copy_keys = [&](uint32_t to, PageAddress at) {
-    if constexpr (TIERED) {
-      if (a.tier.parts == 2) {
-        copy_part(to, at, 0);
-        return;
-      }
-    }
-    copy_rows(to, key_lane + at.block * a.key.block_bytes + (at.where >> 5) * a.key.token_bytes, a.key.token_bytes, at.where & 31);
-  };
-  const auto copy_values = [&](uint32_t to, PageAddress at) {
-    if constexpr (TIERED) {
-      copy_part(to, at, a.tier.parts - 1);
-    } else {
-      copy_rows(to, value_lane + at.block * a.value.block_bytes + (at.where >> 5) * a.value.token_bytes, a.value.token_bytes, at.where & 31);
-    }
-  };
-  const auto broadcast = [&](int j) {
-    PageAddress at{__shfl_sync(kAllLanes, current.block, j & 31), __shfl_sync(kAllLanes, current.where, j & 31), 0};
-    if constexpr (TIERED) at.source = __shfl_sync(kAllLanes, current.source, j & 31);
-    return at;
-  };
-
-  uint32_t valid_ring = 0;  // valid tokens of the pages in the ring, five bits each, the latest lowest
-  const auto fill_ring = [&] {
-    bool waits = early;
-#pragma unroll
-    for (int j = 0; j < kStages; ++j) {
-      const PageAddress at = broadcast(j);
-      // The last page, and the one before it where another request of this step fills it while this one has it from the prefix cache.
-      if (waits && first + step * j >= total - 2) {
-        wait_previous_kernel();
-        waits = false;
-      }
-      valid_ring = valid_ring << 5 | (at.where & 31);
-      if (j < mine) copy_keys(ring + j * Shape::kPage, at);
-      commit_copies();
-      if (j < mine) copy_values(ring + j * Shape::kPage + Shape::kHalfPage, at);
-      commit_copies();
-    }
-    if (waits) wait_previous_kernel();
-  };
-  if (early) fill_ring();
 
   // ---- the query, as the right operand of the logits: column = head, and per step of 16 dims two registers of two dims ----
   uint32_t query[kSteps][TILES][2];
@@ -269,7 +181,72 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
       return make_uint2(query[k][tile][0], query[k][tile][1]);
   };
 
-  if (!early) fill_ring();
+  // ---- the ring ----
+  const uint32_t ring = shared_address(shared) + warp * Shape::kRing;
+  const int copy_row = lane / Shape::kChunks, copy_chunk = lane % Shape::kChunks;
+  const bool copies = copy_row < Shape::kRows;
+  const uint32_t copy_to = copy_row * Shape::kRowStride + copy_chunk * 16;
+  const uint8_t* key_lane = a.key.data + head * a.key.head_bytes + copy_row * a.key.token_bytes + copy_chunk * 16;
+  const uint8_t* value_lane = a.value.data + head * a.value.head_bytes + copy_row * a.value.token_bytes + copy_chunk * 16;
+
+  const auto copy_rows = [&](uint32_t to, const uint8_t* from, int64_t token_bytes, int valid) {
+    const int64_t advance = Shape::kRows * token_bytes;
+    if (copies) {
+      if (valid == kPageTokens) {
+#pragma unroll
+        for (int i = 0; i < kPageTokens / Shape::kRows; ++i) {
+          copy16(to + copy_to + i * (Shape::kRows * Shape::kRowStride), from);
+          from += advance;
+        }
+      } else {  // rows beyond the request hold anything, also NaN: they become zeros and are masked below
+#pragma unroll
+        for (int i = 0; i < kPageTokens / Shape::kRows; ++i) {
+          copy16_or_zero(to + copy_to + i * (Shape::kRows * Shape::kRowStride), from, copy_row + i * Shape::kRows < valid);
+          from += advance;
+        }
+      }
+    }
+  };
+  // Rows of a tier: part 0 of a page, or the last one.
+  const auto copy_part = [&](uint32_t to, PageAddress at, int part) {
+    constexpr int kRowBytes = DIM * Shape::kElementBytes;
+    const bool is_hot = at.source > 0;
+    const int64_t index = static_cast<int64_t>(is_hot ? at.source - 1 : -1 - at.source) * a.tier.parts + part;
+    const uint8_t* rows = (is_hot ? a.tier.hot : a.tier.host) + index * (kPageTokens * kRowBytes);
+    copy_rows(to, rows + copy_row * kRowBytes + copy_chunk * 16, kRowBytes, at.where & 31);
+  };
+  const auto copy_keys = [&](uint32_t to, PageAddress at) {
+    if constexpr (TIERED) {
+      if (a.tier.parts == 2) {
+        copy_part(to, at, 0);
+        return;
+      }
+    }
+    copy_rows(to, key_lane + at.block * a.key.block_bytes + (at.where >> 5) * a.key.token_bytes, a.key.token_bytes, at.where & 31);
+  };
+  const auto copy_values = [&](uint32_t to, PageAddress at) {
+    if constexpr (TIERED) {
+      copy_part(to, at, a.tier.parts - 1);
+    } else {
+      copy_rows(to, value_lane + at.block * a.value.block_bytes + (at.where >> 5) * a.value.token_bytes, a.value.token_bytes, at.where & 31);
+    }
+  };
+  const auto broadcast = [&](int j) {
+    PageAddress at{__shfl_sync(kAllLanes, current.block, j & 31), __shfl_sync(kAllLanes, current.where, j & 31), 0};
+    if constexpr (TIERED) at.source = __shfl_sync(kAllLanes, current.source, j & 31);
+    return at;
+  };
+
+  uint32_t valid_ring = 0;  // valid tokens of the pages in the ring, five bits each, the latest lowest
+#pragma unroll
+  for (int j = 0; j < kStages; ++j) {
+    const PageAddress at = broadcast(j);
+    valid_ring = valid_ring << 5 | (at.where & 31);
+    if (j < mine) copy_keys(ring + j * Shape::kPage, at);
+    commit_copies();
+    if (j < mine) copy_values(ring + j * Shape::kPage + Shape::kHalfPage, at);
+    commit_copies();
+  }
 
   // Addresses are looked up 32 pages at a time, one a lane, two groups ahead: page numbers first, then their blocks.
   PageAddress next = locate(read_page(32 + lane));

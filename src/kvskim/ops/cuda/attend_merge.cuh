@@ -40,7 +40,6 @@ struct AttendParameters {
   float* partials;           // [requests, heads, splits, group, DIM] weighted values, then [requests, heads, splits, group, 2] maximum and sum
   unsigned* tickets;         // [requests, heads], zero between launches
   int requests, heads, group, table_capacity, splits, pages_per_split, query_half;
-  int full_pages;            // requests of at most so many pages attend all of them, and lengths and block table are settled; 0: see attend.cu
   int clustered;             // the splits of a (request, kv head) are the CTAs of a cluster; partials and tickets are not used
   int pages_per_block;
   uint32_t block_multiplier; // page / pages_per_block = page * block_multiplier >> block_shift for all pages below 2^27

@@ -99,8 +99,8 @@ __device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int ro
   const uint16_t* rest = LONG ? heads.rest(p, request, first_member + g) + 8 * q : nullptr;
   if (start < first + last) locate(start);
   keep_here(row[0]), keep_here(row[1]), keep_here(query);
-  // Rows that are longer than one load come one latency after the other; from the L2 cache these are short. It may hold what is written still.
-  if (LONG && !p.float8 && start < first + last)
+  // From the L2 cache loads are short, also those of rows that are longer than one load. It may hold what is written still.
+  if (!p.float8 && start < first + last)
     for (int h = 0; h < 2; ++h) prefetch_row(reinterpret_cast<const uint16_t*>(p.key_cache) + (row[h] - 8 * q), p.dim, 0, q);
   wait_previous_kernel();
 
