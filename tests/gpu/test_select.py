@@ -206,6 +206,17 @@ def test_four_million_tokens(rule: RuleParameters, flavour: str, kernels: str) -
 
 
 @on_hopper
+@pytest.mark.parametrize(("requests", "heads", "capacity"), [(4, 8, 8_192), (4, 4, 16_384), (4, 4, 65_536), (3, 5, 20_000), (1, 8, 140_000)])
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.rule}-{r.combine}-{RULES.index(r)}")
+def test_rows_for_which_not_all_clusters_run_at_once(rule: RuleParameters, requests: int, heads: int, capacity: int) -> None:
+    """Clusters of as many blocks as the processors would have room for do not fit their groups: smaller ones select the same."""
+    lengths = [capacity * 16, capacity * 16 - 40_003, 20_000, 70_001][:requests]
+    case = make_case(23, requests=requests, heads=heads, group=4, capacity=capacity, seq_lens=lengths, chunks=16, device="cuda")
+    run(case, rule, "cuda")
+    check(case, rule)
+
+
+@on_hopper
 def test_more_pages_than_shared_memory_holds_is_refused() -> None:
     case = make_case(22, requests=1, heads=1, capacity=40_000, device="cuda")
     with pytest.raises(RuntimeError, match="invalid argument"):

@@ -44,14 +44,17 @@ def one_pass(order: EncodeOrder, streams: Streams, *, capture: bool, alone: bool
     for layer in layers:
         streams.log.append(f"write {layer}")
         order.written(layer, lambda aside, layer=layer: streams.log.append(f"encode {layer}{' aside' if aside else ''}"), alone=alone)
+        streams.log.append(f"select {layer}")
+        order.selected()
+        order.selected()  # of further rows
         streams.log.append(f"attend {layer}")
         order.attended(layer)
     return list(streams.log)
 
 
-AT_ONCE = [f"{what} {layer}" for layer in "abc" for what in ("write", "encode", "attend")]
+AT_ONCE = [f"{what} {layer}" for layer in "abc" for what in ("write", "encode", "select", "attend")]
 ASIDE = [
-    *(entry for layer in "abc" for entry in (f"write {layer}", "fork", f"attend {layer}")), "join", *(f"encode {layer} aside" for layer in "abc")
+    *(entry for layer in "abc" for entry in (f"write {layer}", f"select {layer}", "fork", f"attend {layer}")), "join", *(f"encode {layer} aside" for layer in "abc")
 ]
 
 
@@ -61,7 +64,7 @@ def new_order(window_pages: int = 2) -> tuple[EncodeOrder, Streams]:
     return order, streams
 
 
-def test_every_layer_is_forked_behind_its_write_and_all_are_joined_behind_the_last():
+def test_every_layer_is_forked_behind_its_selection_and_all_are_joined_behind_the_last():
     order, streams = new_order()
     one_pass(order, streams, capture=False)
     for _ in range(3):  # graphs of several sizes, one after the other
@@ -90,7 +93,7 @@ def test_nothing_is_forked_that_might_not_be_joined():
     # Without a pass before it nobody knows which layer is the last.
     assert one_pass(order, streams, capture=True) == AT_ONCE
     # Behind the layer that was the last one before, records are made at once.
-    assert one_pass(order, streams, capture=True, layers="abcd") == [*ASIDE, "write d", "encode d", "attend d"]
+    assert one_pass(order, streams, capture=True, layers="abcd") == [*ASIDE, "write d", "encode d", "select d", "attend d"]
     assert not streams.forked
     # From then on d is the last one.
     again = one_pass(order, streams, capture=True, layers="abcd")
@@ -102,7 +105,9 @@ def test_a_pass_that_failed_leaves_nothing_behind():
     order, streams = new_order()
     one_pass(order, streams, capture=False)
     streams.is_capturing = True
-    order.written("a", lambda aside: None, alone=True)  # and then something raised
+    order.written("a", lambda aside: None, alone=True)
+    order.selected()
+    order.written("b", lambda aside: pytest.fail("of a pass that has failed"), alone=True)  # and then something raised
     assert streams.forked
     streams.forked.clear()
     assert one_pass(order, streams, capture=False) == AT_ONCE
@@ -120,6 +125,7 @@ def test_other_work_of_a_layer_is_forked_and_joined_like_records():
         log.clear()
         for layer in "abc":
             order.written(layer, lambda aside, layer=layer, log=log: log.append(f"encode {layer}"), alone=True)
+            order.selected()
             log.append(f"attend {layer}")
             assert order.may_fork(alone=True)
             assert not order.may_fork(alone=False)
@@ -138,7 +144,7 @@ def test_other_work_of_a_layer_is_forked_and_joined_like_records():
 def test_one_layer_alone_is_first_and_last():
     order, streams = new_order()
     one_pass(order, streams, capture=False, layers="a")
-    assert one_pass(order, streams, capture=True, layers="a") == ["write a", "fork", "attend a", "join", "encode a aside"]
+    assert one_pass(order, streams, capture=True, layers="a") == ["write a", "select a", "fork", "attend a", "join", "encode a aside"]
 
 
 # In an engine

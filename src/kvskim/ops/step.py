@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +44,14 @@ class StepSettings:
 def decode_step(
     settings: StepSettings, query: Query, key_cache: Tensor, values: Tensor | HostTier, records: Tensor, block_table: Tensor, seq_lens: Tensor, *,
     ready: Tensor, workspace: Workspace, buffers: StepBuffers, out: Tensor, lse: Tensor | None = None,
-    fetching: FetchScratch | None = None, copies: bool = True,
+    fetching: FetchScratch | None = None, copies: bool = True, selected: Callable[[], None] | None = None,
 ) -> None:
     """Sparse attention of one query token per request; the selection stays in ``buffers``. Shapes as in the operations.
 
     values: the value cache, or the tier that holds values, or keys and values, in host memory; then ``fetching`` are the buffers of
         `kvskim.ops.fetch`, and of a tier with keys ``key_cache`` is its own.
     copies: False leaves the copies of fetched pages to `kvskim.ops.fetch.copy_fetched`.
+    selected: called when select is under way and attend is not: what the caller wants to run beside attention.
 
     Latent attention: one kv head, ``values`` the first channels of ``key_cache``, and the workspace made for the width of the values. The query may be
     in its two parts, a `LatentQuery`.
@@ -69,6 +71,8 @@ def decode_step(
         ready=ready, pages=b.pages, counts=b.counts, covered=b.covered, kernels=s.kernels, keys=b.keys, overlap=s.overlap,
         settled=s.settled,
     )
+    if selected is not None:
+        selected()
     if isinstance(values, HostTier):
         if s.k_scale != 1.0 or s.v_scale != 1.0:
             raise ValueError(f"k_scale is {s.k_scale} and v_scale {s.v_scale}; pages in host memory are not float8, so both must be 1")

@@ -3,9 +3,10 @@
 In a step of decode rows alone a row completes one page at most, and that is in its own window, which is attended in any case. Another row may share
 the page: the prefix cache gives a block away in the step that fills it, and a prompt that is in such blocks but for its last token is a decode row. For
 it the page is the last but one. So with a window of two pages or more no record of a page that a step completes is read in that step: it may be made
-any time after the keys are in the cache and before the next step. Captured steps of that kind make records on a side stream, forked behind the write
-of the cache in every layer and joined once, behind attention of the last layer, so that no kernel of the main stream waits for them. Eager steps,
-steps with prefills and smaller windows make them at once.
+any time after the keys are in the cache and before the next step. Captured steps of that kind make records on a side stream, forked behind select in
+every layer and joined once, behind attention of the last layer, so that no kernel of the main stream waits for them. Forked earlier they would take
+room on the multiprocessors from the scan of the records, which wants every register; attention leaves some. Eager steps, steps with prefills and
+smaller windows make them at once.
 
 What attention has read from host memory is copied into the hot cache in the same way: behind attention of its layer, beside what follows.
 """
@@ -59,7 +60,7 @@ class CudaStreams:
 class EncodeOrder:
     """Makes the records of each layer of a pass of the model, at once or forked, runs other work of a layer on the same side stream, and joins.
 
-    A pass calls `written`, then `attended`, for one layer after the other. Which layer is the last one is learnt from the pass before (vLLM warms up
+    A pass calls `written`, `selected` and `attended`, for one layer after the other. Which layer is the last one is learnt from the pass before (vLLM warms up
     before it captures); until it is known, and behind a layer where the side stream was joined, nothing is forked: a graph with a stream that is not
     joined can't be captured.
 
@@ -78,6 +79,7 @@ class EncodeOrder:
         self._last: str | None = None
         self._joined = False
         self._pending = False
+        self._held: Callable[[], None] | None = None
 
     def written(self, layer: str, encode: Callable[[bool], None], *, alone: bool) -> None:
         """The keys of a layer are in the cache: make its records.
@@ -90,7 +92,7 @@ class EncodeOrder:
         self._enter(layer)
         if self._window_pages >= SMALLEST_WINDOW and self.may_fork(alone=alone):
             self.forked += 1
-            self.fork(lambda: encode(True))
+            self._held = lambda: encode(True)
         else:
             encode(False)
 
@@ -105,8 +107,15 @@ class EncodeOrder:
         self._pending = True
         self.streams.fork(work)
 
+    def selected(self) -> None:
+        """The pages of a layer, or of its first rows, are chosen on the current stream: what `written` has held back may run beside attention."""
+        held, self._held = self._held, None
+        if held is not None:
+            self.fork(held)
+
     def attended(self, layer: str) -> None:
         """Attention of a layer is on the current stream, and all other work of it under way."""
+        self.selected()
         if self._pending and not self._joined and layer == self._last:
             assert self.streams is not None
             self.streams.join()
@@ -118,5 +127,5 @@ class EncodeOrder:
         elif layer == self._first:
             self._last = self._previous
             # What a pass that failed has left does not concern this one.
-            self.forked, self._joined, self._pending = 0, False, False
+            self.forked, self._joined, self._pending, self._held = 0, False, False, None
         self._previous = layer

@@ -353,7 +353,7 @@ class SkimState:
             decode_step(
                 self._settings_for(layer, rows.stop - rows.start, key_cache, alone), query[rows], key_cache, values, records, block_table[rows],
                 seq_lens[rows], ready=self.ready, workspace=workspace, buffers=buffers, out=out[rows], fetching=fetching,
-                copies=not aside,
+                copies=not aside, selected=self.encode_order.selected,
             )
         if aside:
             assert isinstance(values, HostTier)

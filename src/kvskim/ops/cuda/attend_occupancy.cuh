@@ -15,11 +15,11 @@ constexpr int shared_bytes_for_residents(int residents) { return (228 * 1024 / (
 
 constexpr int kMaximumShared = 226 * 1024;
 
-// The same for all launches of a kernel, so that one doesn't take from another. An SM gives all its memory to shared memory, or a CTA that
+// The same for all launches of a kernel, so that one doesn't take from another. With less than all memory of an SM as shared memory, a CTA that
 // asks for half of it would leave no room for those of the kernels around.
 inline cudaError_t allow_cluster(const void* kernel, int cluster) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaximumShared);
-  if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (error == cudaSuccess) error = give_memory_to_shared(kernel);
   if (error == cudaSuccess && cluster > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   return error;
 }

@@ -31,7 +31,8 @@ extern "C" int kvskim_select(const void* scores, const float* base, const float*
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
-    if (cluster == 0) cluster = choose_cluster(rows, page_capacity, padded_group, processors);
+    const bool chosen = cluster == 0;
+    if (chosen) cluster = choose_cluster(rows, page_capacity, padded_group, processors);
     const bool is_power = cluster > 0 && (cluster & (cluster - 1)) == 0;
     const int per_block = is_power ? ((page_capacity + cluster - 1) / cluster + 31) / 32 * 32 : 0;
     const int room = table_capacity - sink - window;
@@ -48,14 +49,12 @@ extern "C" int kvskim_select(const void* scores, const float* base, const float*
     p.budget_pages = budget_pages, p.min_pages = min_pages;
     p.limit = rule != BUDGET && max_pages >= 0 && max_pages < room ? max_pages : room;
     p.sink = sink, p.window = window, p.full_pages = full_pages, p.cluster = cluster;
-    const int pages_alone = pages_of(PAGES_ALONE, padded_group), alone = page_capacity < pages_alone ? (page_capacity + 31) / 32 * 32 : pages_alone;
-    p.block_capacity = per_block > alone ? per_block : alone;
     p.settled = flags & kvskim::kRecordsSettled;
-    const bool overlap = flags & kvskim::kOverlapPrevious, crowded = rows * cluster > processors;
+    const Way way{rows * cluster > processors, (flags & kvskim::kOverlapPrevious) != 0, chosen};
     switch (padded_group) {
-        case 4: return launch<4>(p, requests, crowded, overlap, stream);
-        case 8: return launch<8>(p, requests, crowded, overlap, stream);
-        case 16: return launch<16>(p, requests, crowded, overlap, stream);
-        default: return launch_wide(p, padded_group, requests, overlap, stream);
+        case 4: return launch<4>(p, requests, way, stream);
+        case 8: return launch<8>(p, requests, way, stream);
+        case 16: return launch<16>(p, requests, way, stream);
+        default: return launch_wide(p, padded_group, requests, way, stream);
     }
 }

@@ -12,6 +12,10 @@
 // The rules are those of kvskim/rules; equal keys are taken in page order. Whatever the inputs, nothing is written beyond
 // table_capacity entries of a table.
 #pragma once
+#include <map>
+#include <mutex>
+#include <tuple>
+
 #include "common.cuh"
 #include "select_descent.cuh"
 #include "select_scores.cuh"
@@ -349,40 +353,84 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) select_kernel(const __grid_
     }
 }
 
+// How a launch is to be: crowded: several blocks share a processor; chosen: the cluster may be made smaller.
+struct Way {
+    bool crowded, overlap, chosen;
+};
+
+// Pages that fit in the shared memory of a block.
+inline int block_capacity(int page_capacity, int padded_group, int cluster) {
+    const int share = ((page_capacity + cluster - 1) / cluster + 31) / 32 * 32;
+    const int alone = pages_of(PAGES_ALONE, padded_group), own = page_capacity < alone ? (page_capacity + 31) / 32 * 32 : alone;
+    return share > own ? share : own;
+}
+
+// Clusters of a kernel that run at once. Processors come in groups, some of an odd number, and a cluster lies within one: fewer than the number of
+// processors would let expect. Asked once for each kernel and shape.
+inline cudaError_t clusters_at_once(const void* kernel, cudaLaunchConfig_t config, int cluster, int& count) {
+    static std::mutex mutex;
+    static std::map<std::tuple<int, const void*, size_t, int>, int> known;
+    int device = 0;
+    const cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    const std::lock_guard<std::mutex> guard(mutex);
+    const auto [entry, is_new] = known.try_emplace({device, kernel, config.dynamicSmemBytes, cluster}, 0);
+    if (is_new && cudaOccupancyMaxActiveClusters(&entry->second, kernel, &config) != cudaSuccess) {
+        cudaGetLastError();  // a cluster of that size is not possible here
+        entry->second = 0;
+    }
+    count = entry->second;
+    return cudaSuccess;
+}
+
 template <int GROUP, bool IS_SOFTMAX, bool BY_MASS, int RESIDENT>
-cudaError_t launch_kernel(const Parameters& p, int requests, bool overlap, cudaStream_t stream) {
+cudaError_t launch_kernel(Parameters p, int requests, const Way& way, cudaStream_t stream) {
     const auto kernel = select_kernel<GROUP, IS_SOFTMAX, BY_MASS, RESIDENT>;
-    const int bytes = p.block_capacity * static_cast<int>(sizeof(float)) +
-                      (BY_MASS ? 3 * ALL_DESCENT_BINS * static_cast<int>(sizeof(uint32_t))
-                               : static_cast<int>(sizeof(SearchShared)) + inbox_bytes(p.cluster));
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error == cudaSuccess && p.cluster > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    const void* address = reinterpret_cast<const void*>(kernel);
+    cudaError_t error = kvskim::give_memory_to_shared(address);
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
     cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {static_cast<unsigned>(p.cluster), 1, 1};
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(p.cluster, p.heads, requests);
     config.blockDim = dim3(THREADS);
-    config.dynamicSmemBytes = bytes;
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = overlap ? 2 : 1;
+    while (true) {
+        p.block_capacity = block_capacity(p.page_capacity, GROUP, p.cluster);
+        const int bytes = p.block_capacity * static_cast<int>(sizeof(float)) +
+                          (BY_MASS ? 3 * ALL_DESCENT_BINS * static_cast<int>(sizeof(uint32_t))
+                                   : static_cast<int>(sizeof(SearchShared)) + inbox_bytes(p.cluster));
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        if (error != cudaSuccess) return error;
+        attributes[0].id = cudaLaunchAttributeClusterDimension;
+        attributes[0].val.clusterDim = {static_cast<unsigned>(p.cluster), 1, 1};
+        config.gridDim = dim3(p.cluster, p.heads, requests);
+        config.dynamicSmemBytes = bytes;
+        config.numAttrs = 1;
+        // Clusters that wait for others to end take twice the time. Half as many blocks each is less.
+        if (!way.chosen || way.crowded || p.cluster == 1 || p.page_capacity > p.cluster / 2 * PAGES_PER_BLOCK) break;
+        int at_once = 0;
+        error = clusters_at_once(address, config, p.cluster, at_once);
+        if (error != cudaSuccess) return error;
+        if (p.heads * requests <= at_once) break;
+        p.cluster /= 2;
+    }
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    config.numAttrs = way.overlap ? 2 : 1;
     return cudaLaunchKernelEx(&config, kernel, p);
 }
 
 template <int GROUP>
-cudaError_t launch(const Parameters& p, int requests, bool crowded, bool overlap, cudaStream_t stream) {
+cudaError_t launch(const Parameters& p, int requests, const Way& way, cudaStream_t stream) {
     constexpr int SEVERAL = GROUP >= 16 ? 1 : 2;
-    if (p.combine != SOFTMAX) return launch_kernel<GROUP, false, false, SEVERAL>(p, requests, overlap, stream);
-    if (p.rule == COVERAGE) return launch_kernel<GROUP, true, true, SEVERAL>(p, requests, overlap, stream);
-    if (crowded) return launch_kernel<GROUP, true, false, SEVERAL>(p, requests, overlap, stream);
-    return launch_kernel<GROUP, true, false, 1>(p, requests, overlap, stream);
+    if (p.combine != SOFTMAX) return launch_kernel<GROUP, false, false, SEVERAL>(p, requests, way, stream);
+    if (p.rule == COVERAGE) return launch_kernel<GROUP, true, true, SEVERAL>(p, requests, way, stream);
+    if (way.crowded) return launch_kernel<GROUP, true, false, SEVERAL>(p, requests, way, stream);
+    return launch_kernel<GROUP, true, false, 1>(p, requests, way, stream);
 }
 
 // For 32, 64 and 128 columns.
-cudaError_t launch_wide(const Parameters& p, int padded_group, int requests, bool overlap, cudaStream_t stream);
+cudaError_t launch_wide(const Parameters& p, int padded_group, int requests, const Way& way, cudaStream_t stream);
 
 }  // namespace kvskim::selection

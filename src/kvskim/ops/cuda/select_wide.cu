@@ -3,11 +3,11 @@
 
 namespace kvskim::selection {
 
-cudaError_t launch_wide(const Parameters& p, int padded_group, int requests, bool overlap, cudaStream_t stream) {
+cudaError_t launch_wide(const Parameters& p, int padded_group, int requests, const Way& way, cudaStream_t stream) {
     switch (padded_group) {
-        case 32: return launch<32>(p, requests, false, overlap, stream);
-        case 64: return launch<64>(p, requests, false, overlap, stream);
-        case 128: return launch<128>(p, requests, false, overlap, stream);
+        case 32: return launch<32>(p, requests, way, stream);
+        case 64: return launch<64>(p, requests, way, stream);
+        case 128: return launch<128>(p, requests, way, stream);
         default: return cudaErrorInvalidValue;
     }
 }
