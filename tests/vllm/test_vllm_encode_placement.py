@@ -54,7 +54,8 @@ def one_pass(order: EncodeOrder, streams: Streams, *, capture: bool, alone: bool
 
 AT_ONCE = [f"{what} {layer}" for layer in "abc" for what in ("write", "encode", "select", "attend")]
 ASIDE = [
-    *(entry for layer in "abc" for entry in (f"write {layer}", f"select {layer}", "fork", f"attend {layer}")), "join", *(f"encode {layer} aside" for layer in "abc")
+    *(entry for layer in "abc" for entry in (f"write {layer}", f"select {layer}", "fork", f"attend {layer}")),
+    "join", *(f"encode {layer} aside" for layer in "abc"),
 ]
 
 
