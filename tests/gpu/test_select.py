@@ -206,7 +206,7 @@ def test_four_million_tokens(rule: RuleParameters, flavour: str, kernels: str) -
 
 
 @on_hopper
-@pytest.mark.parametrize(("requests", "heads", "capacity"), [(4, 8, 8_192), (4, 4, 16_384), (4, 4, 65_536), (3, 5, 20_000), (1, 8, 140_000)])
+@pytest.mark.parametrize(("requests", "heads", "capacity"), [(4, 8, 8_192), (4, 4, 16_384), (4, 4, 65_536), (3, 11, 8_192), (1, 8, 140_000)])
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.rule}-{r.combine}-{RULES.index(r)}")
 def test_rows_for_which_not_all_clusters_run_at_once(rule: RuleParameters, requests: int, heads: int, capacity: int) -> None:
     """Clusters of as many blocks as the processors would have room for do not fit their groups: smaller ones select the same."""

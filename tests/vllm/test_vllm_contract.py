@@ -483,6 +483,7 @@ def test_names_that_are_used_where_a_gpu_is(module, parts):
 
 
 def test_metadata_of_the_step_under_way_is_found():
+    from vllm.config import CUDAGraphMode
     from vllm.forward_context import ForwardContext, override_forward_context
 
     from kvskim.engines.vllm.facts import decodes_alone
@@ -493,5 +494,8 @@ def test_metadata_of_the_step_under_way_is_found():
         with override_forward_context(context):
             assert decodes_alone("a") is expected
             assert not decodes_alone("b")
+    pieces = ForwardContext(no_compile_layers={}, attn_metadata={"a": metadata}, slot_mapping={}, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
+    with override_forward_context(pieces):
+        assert not decodes_alone("a")
     with override_forward_context(ForwardContext(no_compile_layers={}, attn_metadata=None, slot_mapping={})):
         assert not decodes_alone("a")

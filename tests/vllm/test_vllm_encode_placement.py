@@ -4,6 +4,7 @@ import pytest
 import torch
 from mini_engine import MiniEngine, Request
 from mla_mini_engine import MlaMiniEngine
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 
 from kvskim.engines.vllm import facts, probe
@@ -142,6 +143,28 @@ def test_other_work_of_a_layer_is_forked_and_joined_like_records():
         assert not order.may_fork(alone=True)
 
 
+def test_attention_forks_what_nobody_has_forked():
+    order, streams = new_order()
+    one_pass(order, streams, capture=False, layers="a")
+    streams.is_capturing = True
+    streams.log.clear()
+    order.written("a", lambda aside: streams.log.append(f"encode {aside}"), alone=True)
+    order.attended("a")
+    assert streams.log == ["fork", "join", "encode True"]
+
+
+def test_a_graph_of_the_write_without_attention_is_refused():
+    """Its records would be made once, while it is captured, and never again."""
+    order, streams = new_order()
+    one_pass(order, streams, capture=False, layers="a")
+    streams.is_capturing = True
+    order.written("a", lambda aside: None, alone=True)
+    streams.is_capturing = False
+    with pytest.raises(RuntimeError, match="records would be missing"):
+        order.selected()
+    assert streams.log[-1] != "fork"
+
+
 def test_one_layer_alone_is_first_and_last():
     order, streams = new_order()
     one_pass(order, streams, capture=False, layers="a")
@@ -245,6 +268,8 @@ def test_a_step_is_of_decode_rows_alone_where_its_metadata_says_so():
         assert not facts.decodes_alone("another layer")
     with set_forward_context(None, engine.config):
         assert not facts.decodes_alone(name), "a run that only warms up has no metadata"
+    with set_forward_context({name: engine.metadata}, engine.config, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE):
+        assert not facts.decodes_alone(name), "the graph of the write holds no attention"
     with set_forward_context([{name: engine.metadata}], engine.config):
         assert not facts.decodes_alone(name), "parts of a batch that take turns"
     engine.step([(Request(8), 1), (Request(9), 20)])

@@ -111,6 +111,9 @@ class EncodeOrder:
         """The pages of a layer, or of its first rows, are chosen on the current stream: what `written` has held back may run beside attention."""
         held, self._held = self._held, None
         if held is not None:
+            if self.streams is None or not self.streams.capturing():
+                # Made now they would be made once, and never again by the graph that holds the write.
+                raise RuntimeError("the write of a layer was captured in a CUDA graph and its attention is not; its records would be missing")
             self.fork(held)
 
     def attended(self, layer: str) -> None:

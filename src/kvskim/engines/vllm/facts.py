@@ -62,10 +62,17 @@ def is_draft_model(vllm_config: VllmConfig) -> bool:
 
 
 def decodes_alone(layer: str) -> bool:
-    """Whether the step under way has decode rows of one token and no others for this layer; False where vLLM has no metadata for it."""
+    """Whether the step under way has decode rows of one token and no others for this layer; False where vLLM has no metadata for it.
+
+    Also False where pieces of the model are graphs of their own: a graph of a piece holds the write of the cache and not attention, and is replayed
+    for steps with other rows too.
+    """
     if not is_forward_context_available():
         return False
-    metadata = get_forward_context().attn_metadata
+    context = get_forward_context()
+    if getattr(getattr(context, "cudagraph_runtime_mode", None), "name", "") == "PIECEWISE":
+        return False
+    metadata = context.attn_metadata
     found = metadata.get(layer) if isinstance(metadata, dict) else None
     return bool(getattr(found, "decodes_alone", False))
 

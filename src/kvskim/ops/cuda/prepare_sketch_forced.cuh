@@ -100,7 +100,7 @@ __device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int ro
   if (start < first + last) locate(start);
   keep_here(row[0]), keep_here(row[1]), keep_here(query);
   // From the L2 cache loads are short, also those of rows that are longer than one load. It may hold what is written still.
-  if (!p.float8 && start < first + last)
+  if (!p.float8 && !p.directory && start < first + last)
     for (int h = 0; h < 2; ++h) prefetch_row(reinterpret_cast<const uint16_t*>(p.key_cache) + (row[h] - 8 * q), p.dim, 0, q);
   wait_previous_kernel();
 

@@ -387,7 +387,14 @@ template <int GROUP, bool IS_SOFTMAX, bool BY_MASS, int RESIDENT>
 cudaError_t launch_kernel(Parameters p, int requests, const Way& way, cudaStream_t stream) {
     const auto kernel = select_kernel<GROUP, IS_SOFTMAX, BY_MASS, RESIDENT>;
     const void* address = reinterpret_cast<const void*>(kernel);
+    const auto bytes_of = [](int capacity, int cluster) {
+        return capacity * static_cast<int>(sizeof(float)) +
+               (BY_MASS ? 3 * ALL_DESCENT_BINS * static_cast<int>(sizeof(uint32_t)) : static_cast<int>(sizeof(SearchShared)) + inbox_bytes(cluster));
+    };
+    // The same for all launches of a kernel, so that one doesn't take from another.
     cudaError_t error = kvskim::give_memory_to_shared(address);
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes_of(PAGES_PER_BLOCK, MAX_CLUSTER));
     if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
     cudaLaunchAttribute attributes[2];
@@ -397,15 +404,10 @@ cudaError_t launch_kernel(Parameters p, int requests, const Way& way, cudaStream
     config.attrs = attributes;
     while (true) {
         p.block_capacity = block_capacity(p.page_capacity, GROUP, p.cluster);
-        const int bytes = p.block_capacity * static_cast<int>(sizeof(float)) +
-                          (BY_MASS ? 3 * ALL_DESCENT_BINS * static_cast<int>(sizeof(uint32_t))
-                                   : static_cast<int>(sizeof(SearchShared)) + inbox_bytes(p.cluster));
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-        if (error != cudaSuccess) return error;
         attributes[0].id = cudaLaunchAttributeClusterDimension;
         attributes[0].val.clusterDim = {static_cast<unsigned>(p.cluster), 1, 1};
         config.gridDim = dim3(p.cluster, p.heads, requests);
-        config.dynamicSmemBytes = bytes;
+        config.dynamicSmemBytes = bytes_of(p.block_capacity, p.cluster);
         config.numAttrs = 1;
         // Clusters that wait for others to end take twice the time. Half as many blocks each is less.
         if (!way.chosen || way.crowded || p.cluster == 1 || p.page_capacity > p.cluster / 2 * PAGES_PER_BLOCK) break;

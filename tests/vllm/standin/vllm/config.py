@@ -13,6 +13,7 @@ _current: list[VllmConfig] = []
 
 class CUDAGraphMode(Enum):
     NONE = 0
+    PIECEWISE = 1
     FULL_AND_PIECEWISE = 3
 
 

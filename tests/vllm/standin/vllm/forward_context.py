@@ -18,9 +18,9 @@ def is_forward_context_available() -> bool:
 
 
 @contextmanager
-def set_forward_context(attn_metadata: Any, vllm_config: Any) -> Iterator[None]:
+def set_forward_context(attn_metadata: Any, vllm_config: Any, *, cudagraph_runtime_mode: Any = None) -> Iterator[None]:
     global _forward_context
-    before, _forward_context = _forward_context, SimpleNamespace(attn_metadata=attn_metadata)
+    before, _forward_context = _forward_context, SimpleNamespace(attn_metadata=attn_metadata, cudagraph_runtime_mode=cudagraph_runtime_mode)
     try:
         yield
     finally:
