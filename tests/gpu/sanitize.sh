@@ -25,7 +25,8 @@ SELECT=(
   'test_select.py::test_any_cluster_selects_the_same_for_wide_groups[2]'
 )
 SCORE=(
-  'test_score_sketch.py::test_every_split_of_the_preparation[5-5]'
+  'test_score_sketch.py::test_every_split_of_the_preparation[5-5-torch.bfloat16]'
+  'test_score_sketch.py::test_every_split_of_the_preparation[9-5-torch.float16]'
   'test_score_sketch.py::test_huge_logits_stay_finite[cuda]'
   'test_score_sketch.py::test_requests_that_are_attended_whole_are_left_alone[16-False]'
   'test_score_sketch.py::test_requests_that_are_attended_whole_are_left_alone[33-False]'
@@ -48,7 +49,7 @@ ATTEND_MORE=('test_attend.py::test_selections_and_layouts[packed-64-with_open-cu
   'test_attend.py::test_groups[5-triton]')
 SELECT_MORE=('test_select.py::test_any_cluster_selects_the_same_for_wide_groups[0]' 'test_select.py::test_every_length_up_to_capacity[coverage-softmax-9-cuda]'
   'test_select.py::test_lengths_beyond_the_scores_stay_inside_every_buffer' 'test_select.py::test_every_length_up_to_capacity[budget-softmax-4-triton]')
-SCORE_MORE=('test_score_sketch.py::test_every_split_of_the_preparation[33-1]' 'test_score_sketch.py::test_a_query_in_parts_is_scored_like_one_in_one_piece[17-3-192-160]'
+SCORE_MORE=('test_score_sketch.py::test_every_split_of_the_preparation[33-1-torch.bfloat16]' 'test_score_sketch.py::test_a_query_in_parts_is_scored_like_one_in_one_piece[17-3-192-160]'
   'test_score_sketch.py::test_huge_logits_stay_finite[triton]'
   'test_score_pages.py::test_scores_of_every_group_and_head_dim[rki4-{}-5-128-cuda]'
   'test_score_pages.py::test_scores_of_every_group_and_head_dim[rki4-{}-5-128-triton]')

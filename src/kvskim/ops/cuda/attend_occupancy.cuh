@@ -19,7 +19,7 @@ constexpr int kMaximumShared = 226 * 1024;
 // asks for half of it would leave no room for those of the kernels around.
 inline cudaError_t allow_cluster(const void* kernel, int cluster) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaximumShared);
-  if (error == cudaSuccess) error = give_memory_to_shared(kernel);
+  if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error == cudaSuccess && cluster > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   return error;
 }

@@ -31,12 +31,6 @@ enum LaunchFlags {
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Lets the SMs that a kernel comes to give all their memory to shared memory, as the matrix products of an engine want it. An SM must stand still to
-// divide its memory anew: one that a kernel left with a smaller share is late for the next product, and so is the product, on all SMs.
-inline cudaError_t give_memory_to_shared(const void* kernel) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-}
-
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes, cudaStream_t stream, int flags,
                    Arguments... arguments) {
@@ -50,10 +44,10 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = (flags & kOverlapPrevious) ? 1 : 0;
-  cudaError_t error = give_memory_to_shared(reinterpret_cast<const void*>(kernel));
-  if (error == cudaSuccess && shared_bytes > 48 * 1024)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-  if (error != cudaSuccess) return error;
+  if (shared_bytes > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 

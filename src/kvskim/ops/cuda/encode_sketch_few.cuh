@@ -206,6 +206,9 @@ int few_window(int tokens, int slot_ctas, int processors) {
 template <ElementType Element, int D>
 cudaError_t launch_encode_few(EncodeSketch parameters, int processors, int flags, cudaStream_t stream) {
   const auto kernel = encode_sketch_few_kernel<Element, D>;
+  // It leaves most of the shared memory of an SM to the kernels beside it, so an SM that it comes to first should be set up for them.
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess) return error;
   constexpr int parts = Few<Element, D>::parts;
   parameters.window = few_window(parameters.tokens, parameters.heads * parts, processors);
   const dim3 grid(parts, parameters.heads, ceil_div(parameters.tokens, parameters.window));

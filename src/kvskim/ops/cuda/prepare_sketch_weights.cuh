@@ -108,7 +108,9 @@ __device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int b
 #pragma unroll
       for (int n = 0; n < TILES; n += TOGETHER) {
         uint4 x[TOGETHER][STEPS];
-        if constexpr (!kAddressesEarly && !LONG) locate_queries(n);
+        if constexpr (!kAddressesEarly && !LONG)
+#pragma unroll
+          for (int m = 0; m < TOGETHER; ++m) locate_queries(n + m);
 #pragma unroll
         for (int s = 0; s < STEPS; ++s)
 #pragma unroll

@@ -392,9 +392,7 @@ cudaError_t launch_kernel(Parameters p, int requests, const Way& way, cudaStream
                (BY_MASS ? 3 * ALL_DESCENT_BINS * static_cast<int>(sizeof(uint32_t)) : static_cast<int>(sizeof(SearchShared)) + inbox_bytes(cluster));
     };
     // The same for all launches of a kernel, so that one doesn't take from another.
-    cudaError_t error = kvskim::give_memory_to_shared(address);
-    if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes_of(PAGES_PER_BLOCK, MAX_CLUSTER));
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes_of(PAGES_PER_BLOCK, MAX_CLUSTER));
     if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
     cudaLaunchAttribute attributes[2];
