@@ -58,7 +58,7 @@ class PlantedRows:
         self._fitting = rows, self._queries(rows, hidden, CALIBRATION_QUERIES, generator).transpose(0, 1)
 
     def calibration(self, record_bytes: int) -> LayerCalibration:
-        """Fitted on another text of 4096 tokens, for all positions of this one."""
+        """Fitted on another text, for all positions of this one."""
         rows, queries = self._fitting
         return fit_layer(
             rows[None], queries, record_bytes=record_bytes, rotary=ROTATION, served_positions=PAGE_TOKENS * len(self.pages),
