@@ -251,6 +251,16 @@ def test_every_split_of_the_preparation(requests: int, heads: int, dtype: torch.
 
 
 @cuda_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [1, 5])
+@pytest.mark.parametrize("requests", [1, 9, 33])
+def test_every_split_of_the_preparation_of_long_rows(requests: int, heads: int, dtype: torch.dtype) -> None:
+    lengths = [(37 * r + 5) % 90 for r in range(requests)]
+    case = make_case("cuda", lengths=lengths, heads=heads, group=(3, 8, 11)[requests % 3], dim=256, dtype=dtype, seed=requests)
+    assert compare(case, run(case, "cuda"), score_tolerance=0.03) == []
+
+
+@cuda_only
 def test_a_query_written_by_the_preceding_kernel_is_seen() -> None:
     """Queries and open keys may come from the kernel right ahead of an overlapped, settled launch; only records may be read early."""
     case = make_case("cuda", lengths=[3000, 17, 9000], group=4, dim=128)
