@@ -24,6 +24,7 @@ from kvskim.engines.vllm.report import start_block
 from kvskim.engines.vllm.support import EngineFacts, mla_refusal
 from kvskim.errors import UnsupportedError
 from kvskim.ops.attend_plan import attend_scratch_sizes
+from kvskim.ops.dispatch import Choice
 
 ALL = {"selector": "mean", "rule": "budget", "budget": 1.0}
 FEW = {"selector": "rki4", "rule": "budget", "budget_pages": 6}
@@ -194,11 +195,19 @@ def test_all_that_decode_needs_is_made_while_vllm_loads():
     assert "1 kv heads of 4 query heads, head size 320 (latent)" in block
     share = layer.records.record_bytes / (16 * 320 * 2)
     assert f"({share:.1%} of the latent cache)" in block
+    assert "the parts of a query are joined for score in every step" in block
     run(engine, [(Request(11), 200)])
     for hook in engine.hooks():
         hook.quant_method.process_weights_after_loading(hook)  # a reload
     assert len(state.layers) == 1
     assert len(engine.records_layers()) == 1
+
+
+@pytest.mark.parametrize(("selector", "kernels", "joined"), [("sketch", "cuda", False), ("sketch", "triton", True), ("rki4", "cuda", True)])
+def test_the_start_says_where_the_parts_of_a_query_are_joined(selector, kernels, joined):
+    state = MlaMiniEngine({**FEW, "selector": selector}).state
+    state.kernels = Choice(kernels, "a reason")
+    assert ("the parts of a query are joined for score in every step" in "\n".join(start_block(state))) == joined
 
 
 def test_a_layer_that_vllm_has_not_loaded_does_not_run_dense_in_silence(monkeypatch):

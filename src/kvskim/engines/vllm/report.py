@@ -61,6 +61,13 @@ def _other_scorer(state: SkimState) -> str:
     return "" if names <= {kernels} else f"; pages are scored by {' and '.join(sorted(names))}"
 
 
+def _joined_queries(state: SkimState) -> str:
+    """Says that the two parts of a latent query are put together anew in every step, where no kernel takes them as they are."""
+    latent = [layer for layer in state.layers.values() if layer.latent_size is not None]
+    cuda = {scorer(state.selector, state.kernels.kernels, layer.head_size, layer.group, state.query_dtype) for layer in latent} == {"cuda"}
+    return "; the parts of a query are joined for score in every step" if latent and not (cuda and state.selector.name == "sketch") else ""
+
+
 def start_block(state: SkimState) -> list[str]:
     """The lines that are logged when an engine starts: what is sparse, how, and what it costs."""
     config = state.config
@@ -82,7 +89,7 @@ def start_block(state: SkimState) -> list[str]:
             f"  selector     {config.selector}, {record_bytes} bytes per page and kv head ({share:.1%} of {'the latent cache' if latent else 'K and V'}), "
             f"{layout.record_bytes_per_block(record_bytes)} bytes per block and layer",
             f"  rule         {rule_text(state.rule)}; always: {config.sink_pages} first and {config.window_pages} last pages",
-            f"  kernels      {state.kernels.kernels}: {state.kernels.reason}{_other_scorer(state)}",
+            f"  kernels      {state.kernels.kernels}: {state.kernels.reason}{_other_scorer(state)}{_joined_queries(state)}",
             f"  calibration  {state.calibration_source or 'not needed'}",
         ]
         if config.full_pages == "auto":
