@@ -33,6 +33,19 @@ def test_dims_and_dtypes(kernels: str, dim: int, fp8: bool, dtype: torch.dtype) 
         check(case, run(case, kernels))
 
 
+FILLING = [17, 0, 130, 33] * 20
+"""With two kv heads a thread block for each of 160 rows: more than the GPU runs at one a multiprocessor, so the kernels with short rings are launched."""
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kernel_in_batches_that_fill_the_gpu(dim: int, fp8: bool, dtype: torch.dtype) -> None:
+    for group in (7, 12):
+        case = gpu_case(FILLING, dim=dim, fp8=fp8, dtype=dtype, group=group, seed=group)
+        check(case, run(case, "cuda"))
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("group", range(1, 17))
 def test_groups(kernels: str, group: int) -> None:

@@ -18,13 +18,16 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 DEVICE = "cuda"
 LENGTHS = [0, 1, 15, 16, 17, 33, 700, 2600]
 SHAPES = [(1, 64), (2, 64), (3, 96), (4, 128), (5, 128), (6, 256), (7, 64), (8, 128), (9, 96), (12, 128), (15, 64), (16, 256), (16, 576)]
+CUDA_SHAPES = [(3, 256), (10, 64), (11, 128), (13, 256)]
+"""With the others: both types of query at every head dim of the CUDA kernel, in groups of up to and of more than eight."""
 FORMATS = [
     ("mean", {}), ("minmax", {}), ("minmax", {"bits": 4}), ("r8", {}), ("r8", {"rank": 6}), ("rki4", {}), ("rki4", {"rank": 2}), ("quad", {}), ("clse", {}),
 ]
 
 
-@pytest.mark.parametrize("kernels", ["cuda", "triton"])
-@pytest.mark.parametrize(("group", "dim"), SHAPES)
+@pytest.mark.parametrize(
+    ("group", "dim", "kernels"), [*((*shape, kernels) for kernels in ("cuda", "triton") for shape in SHAPES), *((*shape, "cuda") for shape in CUDA_SHAPES)]
+)
 @pytest.mark.parametrize(("selector", "options"), FORMATS, ids=str)
 def test_scores_of_every_group_and_head_dim(selector: str, options: dict[str, int], group: int, dim: int, kernels: str) -> None:
     if scorer(get_selector(selector, **options), kernels, dim, group, (torch.bfloat16, torch.float16)[group % 2]) != kernels:

@@ -261,6 +261,15 @@ def test_every_split_of_the_preparation_of_long_rows(requests: int, heads: int, 
 
 
 @cuda_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dim", "group"), [(64, 7), (256, 7), (96, 20)])
+def test_float8_keys_with_queries_of_both_types(dim: int, group: int, dtype: torch.dtype) -> None:
+    """Of the pages that are always attended: rows of one load and of several, and groups in blocks."""
+    case = make_case("cuda", lengths=[0, 5, 100, 1600, 33], group=group, dim=dim, dtype=dtype, float8=True, sink_pages=2, window_pages=3, seed=dim)
+    assert compare(case, run(case, "cuda"), score_tolerance=0.03) == []
+
+
+@cuda_only
 def test_a_query_written_by_the_preceding_kernel_is_seen() -> None:
     """Queries and open keys may come from the kernel right ahead of an overlapped, settled launch; only records may be read early."""
     case = make_case("cuda", lengths=[3000, 17, 9000], group=4, dim=128)

@@ -202,6 +202,20 @@ def test_large_fetches(kernels: str) -> None:
 @pytest.mark.parametrize("requests", [1, 5, 40])
 @pytest.mark.parametrize("parts", PARTS)
 def test_every_shape_of_the_cuda_kernel(requests: int, dim: int, group: int, dtype: torch.dtype, everything: bool, parts: int) -> None:
+    check_shape(requests, dim, group, dtype, everything=everything, parts=parts)
+
+
+@pytest.mark.parametrize(("dim", "group", "dtype", "parts"), [
+    (64, 8, torch.float16, 1), (64, 9, torch.bfloat16, 2), (96, 8, torch.float16, 2), (96, 16, torch.bfloat16, 1), (128, 9, torch.float16, 1),
+    (256, 8, torch.float16, 2), (256, 9, torch.bfloat16, 1),
+])
+@pytest.mark.parametrize("requests", [5, 40])
+def test_the_other_type_of_every_shape(requests: int, dim: int, group: int, dtype: torch.dtype, parts: int) -> None:
+    """With the shapes above: both types in groups of up to and of more than eight, in batches that leave the GPU room and that fill it."""
+    check_shape(requests, dim, group, dtype, everything=False, parts=parts)
+
+
+def check_shape(requests: int, dim: int, group: int, dtype: torch.dtype, *, everything: bool, parts: int) -> None:
     """Long requests, some of whose pages are hot: the bits of pages on the GPU, in clusters, splits and whole."""
     heads, block_size, slots = 2, 48 if parts == 1 else 16, 301
     per_block = block_size // 16
