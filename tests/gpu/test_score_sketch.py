@@ -245,9 +245,7 @@ def test_graph_with_overlapped_launches_equals_eager(group: int, settled: bool) 
 @pytest.mark.parametrize("requests", [1, 2, 5, 9, 16, 33])
 def test_every_split_of_the_preparation(requests: int, heads: int, dtype: torch.dtype) -> None:
     """One, two and four column tiles a CTA, one and two requests a CTA of always-attended pages, slices that the batch does not fill."""
-    lengths = [(37 * r + 5) % 90 for r in range(requests)]
-    case = make_case("cuda", lengths=lengths, heads=heads, group=(3, 8, 11)[requests % 3], dim=64, dtype=dtype, seed=requests)
-    assert compare(case, run(case, "cuda"), score_tolerance=0.03) == []
+    check_split(requests, heads, 64, dtype)
 
 
 @cuda_only
@@ -255,8 +253,12 @@ def test_every_split_of_the_preparation(requests: int, heads: int, dtype: torch.
 @pytest.mark.parametrize("heads", [1, 5])
 @pytest.mark.parametrize("requests", [1, 9, 33])
 def test_every_split_of_the_preparation_of_long_rows(requests: int, heads: int, dtype: torch.dtype) -> None:
+    check_split(requests, heads, 256, dtype)
+
+
+def check_split(requests: int, heads: int, dim: int, dtype: torch.dtype) -> None:
     lengths = [(37 * r + 5) % 90 for r in range(requests)]
-    case = make_case("cuda", lengths=lengths, heads=heads, group=(3, 8, 11)[requests % 3], dim=256, dtype=dtype, seed=requests)
+    case = make_case("cuda", lengths=lengths, heads=heads, group=(3, 8, 11)[requests % 3], dim=dim, dtype=dtype, seed=requests)
     assert compare(case, run(case, "cuda"), score_tolerance=0.03) == []
 
 
