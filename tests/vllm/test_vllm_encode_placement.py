@@ -315,3 +315,15 @@ def test_the_write_that_lets_others_in_is_the_cuda_kernel_or_nothing(monkeypatch
     monkeypatch.setattr(engine.state, "kernels", Choice("cuda", ""))
     assert engine.state.write(layer, rows, rows, cache, slots)
     assert seen == [("cuda", True)]
+
+
+def test_what_that_kernel_does_not_take_is_said_once(monkeypatch):
+    engine, said = MiniEngine(FEW), []
+    monkeypatch.setattr(engine.state, "log", said.append)
+    monkeypatch.setattr(engine.state, "kernels", Choice("cuda", ""))
+    layer = next(iter(engine.state.layers.values()))
+    rows = torch.ones(1, 2, 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        assert not engine.state.write(layer, rows, rows, layer.module.kv_cache, torch.tensor([40]))
+    assert len(said) == 1
+    assert "torch.bfloat16 in a cache of torch.float32" in said[0]

@@ -16,7 +16,7 @@ def write_cache(
     """Write rows of keys and values where their slots say; or write nothing, and say so.
 
     Args:
-        keys, values: ``[T', H, D]`` and ``[T', H, Dv]`` with T' >= T, in the dtype of the caches. Latent attention: its two parts.
+        keys, values: ``[T', H, D]`` and ``[T', H, Dv]`` with T' >= T, in the dtype of the caches.
         key_cache, value_cache: ``[blocks, block_size, H, D]`` and ``[blocks, block_size, H, Dv]`` views of any strides; written.
         slot_mapping: int64 ``[T]``, ``block * block_size + token in block``; -1: padding, which writes nothing. No slot occurs twice.
         kernels: cuda or torch. There is no Triton kernel.

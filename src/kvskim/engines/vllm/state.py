@@ -135,7 +135,7 @@ class SkimState:
         self.workspaces: dict[tuple[int, int, int], Workspace] = {}
         self._buffers: dict[tuple[tuple[int, int, int], int], StepBuffers] = {}
         self._settings: dict[tuple[str, int, bool], StepSettings] = {}
-        self._reported = False
+        self._reported = self._said_vllm_writes = False
         self.capturing = False
         """vLLM builds steps to capture them."""
         self.loading = 0
@@ -303,7 +303,11 @@ class SkimState:
             return False
         key_cache, value_cache = layer.views(kv_cache)
         assert isinstance(value_cache, Tensor)
-        return write_cache(key, value, key_cache, value_cache, slot_mapping, kernels="cuda", overlap=True)
+        written = write_cache(key, value, key_cache, value_cache, slot_mapping, kernels="cuda", overlap=True)
+        if not written and not self._said_vllm_writes:
+            self._said_vllm_writes = True
+            self.log(f"vLLM writes the keys of decode steps, and decode kernels wait for it: {key.dtype} in a cache of {kv_cache.dtype}, or rows not aligned")
+        return written
 
     def keys_written(self, layer: LayerState, slot_mapping: Tensor, *, alone: bool) -> None:
         """A step has written the keys of these slots (int64, -1: none): make the records of the pages that they complete.
