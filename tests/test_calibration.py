@@ -148,6 +148,21 @@ def test_query_metric_beats_plain_axes() -> None:
     assert error(queries) < 0.5 * error(torch.randn(2, 256, 64, generator=generator))
 
 
+def test_a_few_long_queries_do_not_take_the_record_from_the_others() -> None:
+    """One query in twenty is thirty times as long and looks elsewhere: what the record is worth to the others must not hang on its length."""
+    generator = torch.Generator().manual_seed(6)
+    keys = torch.randn(1, 2048, 64, generator=generator)
+    queries = torch.randn(2, 400, 64, generator=generator) * torch.cat([torch.full((32,), 1e-2), torch.full((32,), 0.3)])
+    few = queries.clone()
+    few[:, ::20] = few[:, ::20].roll(32, -1)
+    long = few.clone()
+    long[:, ::20] *= 30
+    pages = keys.unflatten(1, (-1, 16)).transpose(0, 1)
+    q = queries[:, 1:17].unflatten(0, (1, 2)).permute(2, 0, 1, 3)
+    assert score_error(fit_layer(keys, long), pages, q) == pytest.approx(score_error(fit_layer(keys, few), pages, q), rel=0.02)
+    assert score_error(fit_layer(keys, few), pages, q) < 1.3 * score_error(fit_layer(keys, queries), pages, q)
+
+
 def early_text_late_pages(dim: int = 32) -> tuple[Rotary, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """Rotary embedding; keys and queries of a text at positions 0 to 511; pages of another text at 6000 and later, and queries there."""
     rotary = Rotary(1e4 ** (-torch.arange(0, dim, 2) / dim))

@@ -1,6 +1,6 @@
 """The shared basis of a (layer, kv head): fit it on keys and queries, save it, load it.
 
-What is fitted (docs/how-it-works.md, section "Calibration"): the mean key ``m``; the query metric ``C = E[q q^T]`` (scaled queries of the
+What is fitted (docs/how-it-works.md, section "Calibration"): the mean key ``m``; the query metric ``C = E[q q^T / |q|^2]`` (queries of the
 group, shrunk 2% to a multiple of I); per token mode the principal axes ``U`` of ``C^(1/2) Y_mode``, shrunk to the axes common to
 all modes; quantiser steps; and the table that says which (coefficient, digit) each slot of a record holds.
 """
@@ -200,6 +200,8 @@ def fit_layer(
         x = _spread(x.unflatten(1, (pages, PAGE_TOKENS)), first, rotary, served_positions).flatten(1, 2)
         q = _spread(q[:, :, None], query_positions.to(q.device), rotary, served_positions).flatten(1, 2)
     q = q.unflatten(0, (heads, -1)).flatten(1, 2)
+    # Pages are ranked for each query by itself: all count alike, or the few heads and tokens with long queries get most of the record.
+    q = q / q.norm(dim=-1, keepdim=True).clamp_min(1e-30)
 
     mean = x.mean(1)
     metric = q.transpose(1, 2) @ q / q.shape[1]
