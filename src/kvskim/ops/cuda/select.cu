@@ -34,7 +34,7 @@ extern "C" int kvskim_select(const void* scores, const float* base, const float*
     const bool chosen = cluster == 0;
     if (chosen) cluster = choose_cluster(rows, page_capacity, padded_group, processors);
     const bool is_power = cluster > 0 && (cluster & (cluster - 1)) == 0;
-    const int per_block = is_power ? ((page_capacity + cluster - 1) / cluster + 31) / 32 * 32 : 0;
+    const int per_block = is_power ? block_share(page_capacity, cluster) : 0;
     const int room = table_capacity - sink - window;
     if (!is_power || cluster > MAX_CLUSTER || per_block > PAGES_PER_BLOCK || room < 0 || group < 1 || group > padded_group || sink < 0 ||
         window < 1 || min_pages < 0 || full_pages < 0 || page_capacity < 1 || (combine != SOFTMAX && rule != BUDGET))

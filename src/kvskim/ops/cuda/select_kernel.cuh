@@ -358,9 +358,12 @@ struct Way {
     bool crowded, overlap, chosen;
 };
 
+// Pages of a row that each block of a cluster takes, whole warps of them.
+inline int block_share(int page_capacity, int cluster) { return ((page_capacity + cluster - 1) / cluster + 31) / 32 * 32; }
+
 // Pages that fit in the shared memory of a block.
 inline int block_capacity(int page_capacity, int padded_group, int cluster) {
-    const int share = ((page_capacity + cluster - 1) / cluster + 31) / 32 * 32;
+    const int share = block_share(page_capacity, cluster);
     const int alone = pages_of(PAGES_ALONE, padded_group), own = page_capacity < alone ? (page_capacity + 31) / 32 * 32 : alone;
     return share > own ? share : own;
 }
