@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from kvskim.tier.host_memory import GIB, available_host_memory, host_memory_refusal
+from kvskim.tier.host_memory import GIB, HostMemory, available_host_memory, host_memory_refusal
 
 
 def machine(root: Path, files: dict[str, str], group: str) -> Path:
@@ -41,6 +42,39 @@ def machine(root: Path, files: dict[str, str], group: str) -> Path:
 )
 def test_the_smaller_of_machine_and_control_groups(tmp_path: Path, group: str, files: dict[str, str], gib: int) -> None:
     assert available_host_memory(machine(tmp_path, files, group)) == gib * GIB
+
+
+def test_a_machine_without_control_groups(tmp_path: Path) -> None:
+    root = machine(tmp_path, {}, "")
+    (root / "proc/self/cgroup").unlink()
+    assert available_host_memory(root) == 100 * GIB
+
+
+def resident() -> int:
+    """Bytes of memory that this process has touched."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
+
+
+def test_memory_is_zero_and_nobody_touches_it_before_it_is_locked() -> None:
+    """Locking is what takes the memory, at the speed of the operating system; 90 GiB of zeros written first would take half a minute."""
+    before = resident()
+    memory = HostMemory(2**30, locked=False)
+    assert memory.bytes is not None
+    assert memory.bytes.shape == (2**30,)
+    assert resident() - before < 2**27
+    words = memory.view((2**10, 2**17), torch.float64)
+    assert not words[::100, ::1000].any()
+    words[7, 5] = 2.5
+    assert memory.bytes.view(torch.float64)[7 * 2**17 + 5] == 2.5
+    touched = resident()
+    words[:64].fill_(1.0)
+    assert resident() - touched > 2**25
+    del words
+    memory.release()
+    assert resident() - before < 2**25
+    with pytest.raises(RuntimeError, match="released"):
+        memory.view((2**30,), torch.uint8)
+    assert HostMemory(0).view((0, 4), torch.bfloat16).shape == (0, 4)
 
 
 def test_this_machine_has_some() -> None:

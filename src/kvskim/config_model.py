@@ -188,7 +188,7 @@ class SkimConfig(BaseModel):
         default="refuse",
     )
     host_memory_gib: float | None = _gibibytes(
-        "Variants `mem-v` and `mem-kv`: most host memory for keys and values of each worker; null: as much as the blocks of the GPU need, and with `mem-kv` "
+        "Variants `mem-v` and `mem-kv`: most host memory for keys and values of each worker; null: as much as the blocks of the GPU need, and "
         "no more than there is."
     )
     hot_cache_gib: float | None = _gibibytes(

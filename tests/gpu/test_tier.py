@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvskim.ops.attend import attend, required_partials
 from kvskim.ops.attend_tiered import attend_tiered
-from kvskim.ops.encode import encode
+from kvskim.ops.encode import encode, encoders
 from kvskim.ops.fetch import copy_fetched, fetch, fetch_scratch
 from kvskim.ops.stage import stage
 from kvskim.ops.step import StepSettings, decode_step
@@ -335,12 +335,14 @@ def test_whole_steps_with_keys_on_the_host(name: str, kernels: str) -> None:
         assert torch.equal(step(tier.key_cache, tier), expected)
         selected, missing, fetched = tier.counters.tolist()
         assert missing == fetched == selected // 2
-        fresh = torch.zeros_like(batch.records)
         ends = torch.arange(pages, device="cuda") * 16 + 15
-        encode(batch.selector, batch.tables, tier.key_cache, ends, fresh, kernels=kernels)
-        again = torch.zeros_like(batch.records)
-        encode(batch.selector, batch.tables, batch.key_cache, ends, again, kernels=kernels)
-        assert torch.equal(fresh, again)
+        for encoder in encoders(batch.tables, tier.key_cache, kernels):
+            fresh = torch.zeros_like(batch.records)
+            encode(batch.selector, batch.tables, tier.key_cache, ends, fresh, kernels=kernels, encoder=encoder)
+            again = torch.zeros_like(batch.records)
+            encode(batch.selector, batch.tables, batch.key_cache, ends, again, kernels=kernels, encoder=encoder)
+            assert torch.equal(fresh, again)
+            assert fresh.any()
         torch.cuda.synchronize()
         tier.host.fill_(math.nan)
         assert torch.equal(step(tier.key_cache, tier), expected)

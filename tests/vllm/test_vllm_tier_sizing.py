@@ -16,6 +16,8 @@ KV_BLOCK = 2 * 2 * 4096
 """Host memory of a block of 16 tokens with keys and values: 2 layers, 2 kv heads of 64 channels, bfloat16."""
 RECORDS_BLOCK = 2 * (32 + 2 * 260)
 """GPU memory of the same block."""
+V_BLOCK, KEYS_BLOCK = 2 * 4096, 2 * (4096 + 2 * 260)
+"""The same with values on the host."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,19 +69,24 @@ def test_the_hot_cache_has_no_more_slots_than_there_are_pages(monkeypatch):
     assert [layer.tier.slots for layer in e.state.layers.values()] == [160 * 2, 160 * 2]
 
 
-@pytest.mark.parametrize(("available", "limit", "told", "expected"), [
-    (12, None, 4, 8 * GIB // KV_BLOCK), (12, 2.0, 4, 2 * GIB // KV_BLOCK), (12, 100.0, 4, 8 * GIB // KV_BLOCK), (1000, None, 4, None),
+@pytest.mark.parametrize(("variant", "available", "limit", "told", "expected"), [
+    ("mem-kv", 12, None, 4, 8 * GIB // KV_BLOCK), ("mem-kv", 12, 2.0, 4, 2 * GIB // KV_BLOCK), ("mem-kv", 12, 100.0, 4, 8 * GIB // KV_BLOCK),
+    ("mem-kv", 1000, None, 4, None),
+    ("mem-v", 12, None, 20, 8 * GIB // V_BLOCK), ("mem-v", 12, 2.0, 4, 2 * GIB // V_BLOCK), ("mem-v", 1000, None, 20, None),
 ])
-def test_blocks_are_as_many_as_the_host_holds(available, limit, told, expected, monkeypatch, caplog):
-    """With keys on the host too the GPU has room for more blocks than the host: the engine is told to make fewer, and says so."""
+def test_blocks_are_as_many_as_the_host_holds(variant, available, limit, told, expected, monkeypatch, caplog):
+    """Where the GPU has room for more blocks than the host the engine is told to make fewer, and says so, and how many there were without a host tier."""
     caplog.set_level(logging.INFO)
     with_blocks(monkeypatch, kv_cache_memory_bytes=told * GIB)
     monkeypatch.setattr(tier, "available_host_memory", lambda: available * GIB)
-    e = engine({**FEW, **({} if limit is None else {"host_memory_gib": limit})}, variant="mem-kv")
+    e = engine({**FEW, **({} if limit is None else {"host_memory_gib": limit})}, variant=variant)
     assert e.config.cache_config.num_gpu_blocks_override == expected
     said = [record.message for record in caplog.records if "are made" in record.message]
-    room = told * GIB // RECORDS_BLOCK
-    assert said == ([] if expected is None else [f"kvskim: the GPU has room for up to {room} blocks, and host memory for {expected}: {expected} are made"])
+    room, resident = told * GIB // (RECORDS_BLOCK if variant == "mem-kv" else KEYS_BLOCK), told * GIB // (KV_BLOCK + 2 * 2 * 256)
+    more = f"; variant 'fast' has room for about {resident}" if resident > (expected or room) else ""
+    text = f"kvskim: the GPU has room for up to {room} blocks, and host memory for {expected}: {expected} are made{more}"
+    assert said == ([] if expected is None else [text])
+    assert bool(more) == ((variant, available, limit) in (("mem-kv", 12, 2.0), ("mem-v", 12, None)))
     assert (expected or room) <= room
 
 
@@ -104,40 +111,59 @@ def test_blocks_that_may_not_fit_the_gpu_are_not_asked_for(available, expected, 
     assert e.config.cache_config.num_gpu_blocks_override == expected
 
 
-def test_several_workers_say_how_many_blocks_fit(monkeypatch):
+@pytest.mark.parametrize(("variant", "host"), [("mem-v", V_BLOCK), ("mem-kv", KV_BLOCK)])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_what_was_left_to_others_may_be_used_by_them_until_the_cache_is_made(variant, host, missing, monkeypatch):
+    """An engine that takes all that the host had in the profiling run starts, though compiling has taken some of the rest since."""
+    later = [160 * host + 2 * GIB - missing]
+    monkeypatch.setattr(tier, "available_host_memory", lambda: later[0] if tiers[0]._hot else 4 * GIB + 160 * host)
+    tiers, allocate = [], tier.HostCache.allocate
+    monkeypatch.setattr(tier.HostCache, "allocate", lambda self, *arguments: tiers.append(self) or allocate(self, *arguments))
+    if missing:
+        with pytest.raises(UnsupportedError, match=r"of 160 KV cache blocks take 0\.0 GiB of host memory"):
+            engine(FEW, variant=variant)
+    else:
+        assert all(layer.tier is not None for layer in engine(FEW, variant=variant).state.layers.values())
+
+
+@pytest.mark.parametrize(("variant", "what", "told", "gpu", "host"), [
+    ("mem-v", "values", 20, KEYS_BLOCK, V_BLOCK), ("mem-kv", "keys and values", 4, RECORDS_BLOCK, KV_BLOCK),
+])
+def test_several_workers_say_how_many_blocks_fit(variant, what, told, gpu, host, monkeypatch):
     """Their engine is another process, which can't be told."""
-    with_blocks(monkeypatch, kv_cache_memory_bytes=4 * GIB)
+    with_blocks(monkeypatch, kv_cache_memory_bytes=told * GIB)
     monkeypatch.setattr(tier, "workers", lambda *_: 2)
     monkeypatch.setattr(tier, "available_host_memory", lambda: 12 * GIB)
-    room = 4 * GIB // RECORDS_BLOCK
     with pytest.raises(UnsupportedError) as error:
-        engine(FEW, variant="mem-kv")
-    assert f"the keys and values of {room} KV cache blocks take" in str(error.value)
-    assert f"set --num-gpu-blocks-override to {4 * GIB // KV_BLOCK} or less" in str(error.value)
+        engine(FEW, variant=variant)
+    assert f"the {what} of {told * GIB // gpu} KV cache blocks take" in str(error.value)
+    assert f"set --num-gpu-blocks-override to {4 * GIB // host} or less" in str(error.value)
 
 
-def test_a_request_that_the_host_can_not_hold_is_said():
+@pytest.mark.parametrize(("variant", "host"), [("mem-v", V_BLOCK), ("mem-kv", KV_BLOCK)])
+def test_a_request_that_the_host_can_not_hold_is_said(variant, host):
     with pytest.raises(UnsupportedError) as error:
-        engine({**FEW, "host_memory_gib": 64 * KV_BLOCK / GIB}, variant="mem-kv")
+        engine({**FEW, "host_memory_gib": 64 * host / GIB}, variant=variant)
     assert str(error.value) == (
         "one request of --max-model-len takes 0.0 GiB of host memory, and 0.0 GiB can be had: set --max-model-len to 1024 or less, raise host_memory_gib "
         "if it is set, or set variant to 'fast'"
     )
 
 
-def test_too_little_host_memory_is_said_before_the_cache_is_made(monkeypatch):
-    """What vLLM may give to its cache is known in the profiling run: 2 layers, 2 kv heads, blocks of 16 tokens."""
-    gib = 2**30
-    monkeypatch.setattr(tier, "cache_memory", lambda *_: 20 * gib)
-    monkeypatch.setattr(tier, "available_host_memory", lambda: 12 * gib)
+@pytest.mark.parametrize(("variant", "what", "gpu", "host"), [("mem-v", "values", KEYS_BLOCK, V_BLOCK), ("mem-kv", "keys and values", RECORDS_BLOCK, KV_BLOCK)])
+def test_too_little_host_memory_is_said_before_the_cache_is_made(variant, what, gpu, host, monkeypatch):
+    """The number of blocks is known in the profiling run. One that was asked for is not lowered."""
+    with_blocks(monkeypatch, num_gpu_blocks_override=20 * GIB // gpu)
+    monkeypatch.setattr(tier.HostCache, "look_ahead", lambda *_: None)
+    monkeypatch.setattr(tier, "cache_memory", lambda *_: 20 * GIB)
+    monkeypatch.setattr(tier, "available_host_memory", lambda: 12 * GIB)
     monkeypatch.setattr(tier.HostCache, "_bind", lambda *_: pytest.fail("the cache was made"))
-    blocks, values = 20 * gib // (2 * (4096 + 2 * 260)), 2 * 4096
+    blocks = 20 * GIB // gpu
     with pytest.raises(UnsupportedError) as error:
-        engine(FEW)
-    fits = 8 * gib * blocks // (blocks * values)
+        engine(FEW, variant=variant)
     assert str(error.value) == (
-        f"the values of {blocks} KV cache blocks take {blocks * values / gib:.1f} GiB of host memory, and 8.0 GiB can be had with 4 GiB left for other use: "
-        f"set --num-gpu-blocks-override to {fits} or less, or variant to 'fast'"
+        f"the {what} of {blocks} KV cache blocks take {blocks * host / GIB:.1f} GiB of host memory, and 8.0 GiB can be had with 4 GiB left for other use: "
+        f"set --num-gpu-blocks-override to {8 * GIB // host} or less, or variant to 'fast'"
     )
 
 

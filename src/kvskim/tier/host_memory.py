@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,9 @@ GIB = 2**30
 SPARE = 4 * GIB
 """Host memory that is left to everything else: pinned memory can't be swapped out."""
 
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+"""There where the kernel gives large pages on demand. Locking takes time page by page."""
+
 
 def available_host_memory(root: Path = Path("/")) -> int:
     """Bytes that this process can still take: what the machine has, or what a control group leaves, whichever is less.
@@ -24,7 +28,8 @@ def available_host_memory(root: Path = Path("/")) -> int:
     """
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
     left = [int(fields["MemAvailable"].split()[0]) * 1024]
-    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+    groups = root / "proc/self/cgroup"  # not there where the kernel, or what stands for one, has no control groups
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             base, limit, usage = root / "sys/fs/cgroup", "memory.max", "memory.current"
@@ -44,14 +49,14 @@ def available_host_memory(root: Path = Path("/")) -> int:
     return max(0, min(left))
 
 
-def host_memory_refusal(needed: int, available: int, blocks: int, what: str = "values") -> str | None:
-    """Why ``needed`` bytes for the values (or ``what``) of ``blocks`` KV cache blocks can't be had, in one sentence, or None."""
-    if needed == 0 or needed + SPARE <= available:
+def host_memory_refusal(needed: int, available: int, blocks: int, what: str = "values", spare: int = SPARE) -> str | None:
+    """Why ``needed`` bytes for the values (or ``what``) of ``blocks`` KV cache blocks can't be had beside ``spare`` bytes, in one sentence, or None."""
+    if needed == 0 or needed + spare <= available:
         return None
-    fewer = max(0, available - SPARE) * blocks // needed
+    fewer = max(0, available - spare) * blocks // needed
     return (
-        f"the {what} of {blocks} KV cache blocks take {needed / GIB:.1f} GiB of host memory, and {max(0, available - SPARE) / GIB:.1f} GiB can be had "
-        f"with {SPARE // GIB} GiB left for other use: set --num-gpu-blocks-override to {fewer} or less, or variant to 'fast'"
+        f"the {what} of {blocks} KV cache blocks take {needed / GIB:.1f} GiB of host memory, and {max(0, available - spare) / GIB:.1f} GiB can be had "
+        f"with {spare // GIB} GiB left for other use: set --num-gpu-blocks-override to {fewer} or less, or variant to 'fast'"
     )
 
 
@@ -99,6 +104,7 @@ class HostMemory:
     """Zeros in host memory, which the GPU reads and writes at the addresses that they have here; page-locked until `release`.
 
     Memory is taken from the operating system as it is and locked afterwards, because PyTorch's own pinned allocations are rounded up to a power of two.
+    Nothing writes the zeros: the operating system gives them with each page, in large pages where it has such.
 
     Args:
         nbytes: how many.
@@ -109,10 +115,12 @@ class HostMemory:
     """
 
     def __init__(self, nbytes: int, *, locked: bool = True) -> None:
-        self.bytes: Tensor | None = torch.zeros(nbytes, dtype=torch.uint8)
+        self.bytes: Tensor | None = _fresh(nbytes)
         self._unlock: Callable[[], Any] | None = None
         if not locked or nbytes == 0:
             return
+        # One write takes a page from the operating system, so that the driver finds it there and has nothing to do but to lock it.
+        self.bytes[:: mmap.PAGESIZE] = 0
         code = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0))
         if code:
             raise UnsupportedError(
@@ -135,6 +143,17 @@ class HostMemory:
         self.bytes = None
         if self._unlock is not None:
             self._unlock()
+
+
+def _fresh(nbytes: int) -> Tensor:
+    """Bytes that nobody has touched yet, all zero."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if LARGE_PAGES.is_dir():
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy all of it: locked pages can't be shared until somebody writes
+    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping as long as it lives
 
 
 class _Exported:

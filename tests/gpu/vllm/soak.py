@@ -1,9 +1,11 @@
 """A soak: many requests of mixed lengths on few blocks, with prefix hits, aborts, preemption and chunked prefill; then the records are checked.
 
 Requests come at random, share beginnings, and some are aborted. While they run and at the end, the record of every full block in the prefix cache
-is compared with a fresh one, byte by byte. At the end all blocks must be free and no GPU memory may have been lost.
+is compared with a fresh one, byte by byte, and the hot cache of the host tier with the host. At the end all blocks must be free and no GPU memory may have
+been lost.
 
     python tests/gpu/vllm/soak.py --model /tmp/smollm2
+    python tests/gpu/vllm/soak.py --model /tmp/smollm2 --settings '{"variant": "mem-kv", "hot_cache_gib": 0.002}'
 """
 
 import json
@@ -26,7 +28,7 @@ def main() -> int:
     arguments.add_argument("--block-size", type=int, default=16)
     arguments.add_argument("--selector", default="sketch")
     arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--settings", default="{}", help='more settings as JSON, e.g. \'{"variant": "mem-v", "hot_cache_gib": 0.001}\'')
+    arguments.add_argument("--settings", default="{}", help="more settings as JSON")
     a = arguments.parse_args()
     ids = text_ids(a.model)
 
@@ -115,6 +117,15 @@ def main() -> int:
         f"{len(chunked)} prompts in several chunks, {tokens} tokens in {steps} steps, {seconds:.0f} s, "
         f"{checks} checks of all live records, memory grew by {grown / 2**20:.1f} MiB"
     )
+    tiers = [layer.tier for layer in state.layers.values() if layer.tier is not None]
+    if tiers:
+        selected, missing, copied = torch.stack([tier.counters for tier in tiers]).sum(0).tolist()
+        print(
+            f"hot cache of {tiers[0].slots} slots a layer: {selected} pages selected, {missing / max(1, selected):.1%} missing, "
+            f"{missing - copied} without a slot"
+        )
+        if missing == copied:
+            problems.append("the hot cache had room for all pages: the soak proves nothing about those without a slot")
     if state.calibrator is not None:
         problems.append("calibration never came to an end")
     if finished + aborted != a.requests:

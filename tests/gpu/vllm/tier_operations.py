@@ -1,7 +1,8 @@
 """Times of the operations on pages in host memory, head size 128, 8 kv heads of 4 query heads, one layer: CUDA graphs over several layers, medians.
 
 The hot cache has as many slots as a selection has pages, and two selections take turns that differ in a share of their pages: so that share is missing in each
-fetch. "resident" is attention with all in GPU memory.
+fetch. "resident" is attention with all in GPU memory. In larger hot caches, through which a fetch looks for victims, a share of all copies is lost before each
+fetch instead, and the time of losing them taken off.
 
     python tests/gpu/vllm/tier_operations.py --variant mem-kv
 """
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from common import table
+from tier_missing import WHOLE, lose
 from torch import Tensor
 
 from kvskim.bench.timing import time_graph
@@ -24,6 +26,8 @@ from kvskim.tier.pages import HostTier, make_tier
 HEADS, GROUP, DIM, LAYERS = 8, 4, 128, 3
 CASES = {"1 x 128K": (1, 8192, 410), "8 x 32K": (8, 2048, 102), "32 x 16K": (32, 1024, 51)}
 MISSING = (0.0, 0.02, 0.1, 1.0)
+LARGER, LOST = (1, 8, 32), 0.02
+"""Sizes of hot caches in selections, and the share of them that is lost in each step."""
 
 
 class Case:
@@ -44,7 +48,7 @@ class Case:
         for host, values in zip(self.hosts, self.values):
             for part, cache in enumerate((self.keys, values)[2 - parts :]):
                 host[:, :, part] = cache.transpose(1, 2).cpu()
-        self.scratch = fetch_scratch(rows * HEADS, rows * HEADS * chosen, "cuda")
+        self.scratch = fetch_scratch(rows * HEADS, max(LARGER) * rows * HEADS * chosen, "cuda")
         need = required_partials(self.query, self.keys, self.keys, self.block_table)
         self.buffers: Any = SimpleNamespace(
             attend_partials=torch.empty(need, device="cuda"), attend_tickets=torch.zeros(rows * HEADS, device="cuda", dtype=torch.int32)
@@ -54,8 +58,8 @@ class Case:
     def selection(self, first: int) -> Tensor:
         return self.order[..., first : first + self.chosen].sort(-1).values.int().contiguous()
 
-    def tiers(self) -> list[HostTier]:
-        return [make_tier(host, self.rows * HEADS * self.chosen, "cuda") for host in self.hosts]
+    def tiers(self, selections: int = 1) -> list[HostTier]:
+        return [make_tier(host, selections * self.rows * HEADS * self.chosen, "cuda") for host in self.hosts]
 
     def fetch(self, tier: HostTier, pages: Tensor, kernels: str) -> None:
         selection = (self.block_table, self.seq_lens, pages, self.counts)
@@ -91,6 +95,17 @@ def measure(name: str, case: Case) -> list[list[str]]:
             selected, missing, _ = (tiers[0].counters - before).tolist()
             rate = f"{missing / selected * nbytes / time.median / 1e3:.1f}" if missing else ""
             rows.append([name, f"fetch, {kernels}", f"{missing / selected:.1%}", f"{time.median:.1f}", rate])
+    share = torch.full((1,), round(WHOLE * LOST), dtype=torch.int32, device="cuda")
+    for selections in LARGER:
+        tiers = case.tiers(selections)
+        for first in range(0, min(selections * case.chosen, case.pages - case.chosen + 1), case.chosen):
+            for tier in tiers:
+                case.fetch(tier, case.selection(first), "cuda")
+        losing = time_graph([lambda t=tier: lose(t, share) for tier in tiers])
+        for tier in tiers:
+            case.fetch(tier, one, "cuda")
+        both = time_graph([lambda t=tier: (lose(t, share), case.fetch(t, one, "cuda")) for tier in tiers])
+        rows.append([name, f"fetch, cuda, {tiers[0].slots} slots", f"{LOST:.1%}", f"{both.median - losing.median:.1f}", ""])
     resident = time_graph([lambda v=values: case.attend(v, one) for values in case.values])
     rows.append([name, "attend, resident", "", f"{resident.median:.1f}", ""])
     tiers = case.tiers()

@@ -30,6 +30,7 @@ from kvskim.ops.stage import stage
 from kvskim.ops.store import store
 from kvskim.tier.host_memory import (
     GIB,
+    SPARE,
     HostMemory,
     affordable_blocks,
     available_host_memory,
@@ -107,14 +108,14 @@ class HostCache:
         layers = int(self.vllm_config.model_config.get_num_layers(self.vllm_config.parallel_config))
         self._refuse(blocks, tokens * num_kv_heads * self._parts * head_size * self._element_size * layers, workers(self.vllm_config))
 
-    def block_bytes(self, *, host: bool) -> int:
-        """Memory of one block of all layers: on the host what is kept there, on the GPU the rest, records and directory."""
+    def block_bytes(self, *, host: bool, resident: bool = False) -> int:
+        """Memory of one block of all layers: on the host what is kept there, on the GPU the rest, records and directory. resident: were all on the GPU."""
         size = int(self.vllm_config.cache_config.block_size)
         total = 0
         for layer in self.layers:
             values = size * layer.num_kv_heads * layer.head_size * self._element_size
-            rest = size * self._element_size if self.with_keys else values
-            beside = size // PAGE_TOKENS * layer.num_kv_heads * (layer.records.record_bytes + DIRECTORY_BYTES)
+            rest = 2 * values if resident else size * self._element_size if self.with_keys else values
+            beside = size // PAGE_TOKENS * layer.num_kv_heads * (layer.records.record_bytes + (0 if resident else DIRECTORY_BYTES))
             total += self._parts * values if host else rest + beside
         return total
 
@@ -125,7 +126,7 @@ class HostCache:
     def allocate(self, kernels: str, rows: int, page_capacity: int, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate the hot cache and the room for prompts, after a look at whether the host can hold all blocks.
 
-        With keys on the host too, blocks are so small that the GPU has room for more than the host: then vLLM is told to make fewer.
+        Where the GPU has room for more blocks than the host, as it has with keys on the host too, vLLM is told to make fewer.
 
         Args:
             kernels: of the operations.
@@ -161,41 +162,39 @@ class HostCache:
         self._staging = torch.zeros(2 * page_capacity * PAGE_TOKENS * largest, dtype=dtype, device=device)
 
     def _judge(self, memory: int, hot: int) -> int:
-        """The number of blocks that vLLM will make at most, refused where the host can't hold them, or lowered to what it can hold.
+        """The number of blocks that vLLM will make at most, lowered to what the host can hold, or refused where that can't be.
 
         Args:
             memory: bytes that vLLM may give to its cache.
             hot: bytes of the hot cache, which come off it unless vLLM was told how large its cache is.
         """
-        cache, on_host = self.vllm_config.cache_config, self.block_bytes(host=True)
-        count, available, limit = workers(self.vllm_config), available_host_memory(), self.config.host_memory_gib
-        if self.with_keys:
-            size = int(cache.block_size)
-            affordable = affordable_blocks(on_host, available, count, limit)
-            longest = ceil_div(int(self.vllm_config.model_config.max_model_len), size)
-            refusal = request_refusal(longest, affordable, size, on_host)
-            if refusal is not None:
-                raise UnsupportedError(refusal)
-            # Told or not, `memory` is the most that there can be; not told, vLLM takes off what a step needs, which nobody knows yet.
-            least = memory
-            if not cache.kv_cache_memory_bytes:
-                memory = max(0, memory - hot)
-                least = memory - max(memory // 10, STEP_MEMORY)
-            blocks = cache.num_gpu_blocks_override or memory // self.block_bytes(host=False)
-            fewer = min(affordable, least // self.block_bytes(host=False))
-            # The engine reads the setting after this run, and has the same one where its only worker is in its own process.
-            if cache.num_gpu_blocks_override is None and blocks > affordable and count == 1 and fewer >= longest:
-                cache.num_gpu_blocks_override = fewer
-                self._log(f"the GPU has room for up to {blocks} blocks, and host memory for {affordable}: {fewer} are made")
-                return fewer
-        else:
-            blocks = cache.num_gpu_blocks_override or memory // self.block_bytes(host=False)
+        cache, on_host, on_gpu = self.vllm_config.cache_config, self.block_bytes(host=True), self.block_bytes(host=False)
+        count, size = workers(self.vllm_config), int(cache.block_size)
+        affordable = affordable_blocks(on_host, available_host_memory(), count, self.config.host_memory_gib)
+        longest = ceil_div(int(self.vllm_config.model_config.max_model_len), size)
+        refusal = request_refusal(longest, affordable, size, on_host)
+        if refusal is not None:
+            raise UnsupportedError(refusal)
+        # Told or not, `memory` is the most that there can be; not told, vLLM takes off what a step needs, which nobody knows yet.
+        resident = memory // self.block_bytes(host=False, resident=True)
+        least = memory
+        if not cache.kv_cache_memory_bytes:
+            memory = max(0, memory - hot)
+            least = memory - max(memory // 10, STEP_MEMORY)
+        blocks = cache.num_gpu_blocks_override or memory // on_gpu
+        fewer = min(affordable, least // on_gpu)
+        # The engine reads the setting after this run, and has the same one where its only worker is in its own process.
+        if cache.num_gpu_blocks_override is None and blocks > affordable and count == 1 and fewer >= longest:
+            cache.num_gpu_blocks_override = fewer
+            more = f"; variant 'fast' has room for about {resident}" if resident > fewer else ""
+            self._log(f"the GPU has room for up to {blocks} blocks, and host memory for {affordable}: {fewer} are made{more}")
+            return fewer
         self._refuse(blocks, blocks * on_host, count)
         return int(blocks)
 
-    def _refuse(self, blocks: int, needed: int, workers: int) -> None:
+    def _refuse(self, blocks: int, needed: int, workers: int, spare: int = SPARE) -> None:
         refusal = limit_refusal(needed, self.config.host_memory_gib, blocks, self._what) or host_memory_refusal(
-            needed * workers, available_host_memory(), blocks, self._what
+            needed * workers, available_host_memory(), blocks, self._what, spare
         )
         if refusal is not None:
             raise UnsupportedError(refusal)
@@ -217,7 +216,8 @@ class HostCache:
         shape, dtype = (pages, heads, self._parts, PAGE_TOKENS, layer.head_size), cache.hot.dtype
         if not self._memory:
             blocks = pages * PAGE_TOKENS // int(self.vllm_config.cache_config.block_size)
-            self._refuse(blocks, blocks * self.block_bytes(host=True), workers=1)
+            # Since the profiling run compilers, graphs and other processes may have taken a part of what was left to them.
+            self._refuse(blocks, blocks * self.block_bytes(host=True), workers=1, spare=SPARE // 2)
         memory = HostMemory(prod(shape) * dtype.itemsize, locked=directory.is_cuda)
         self._memory[layer.name] = memory
         # vLLM profiles in inference mode, and binds outside.
