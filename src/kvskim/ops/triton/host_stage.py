@@ -9,6 +9,9 @@ from torch import Tensor
 from kvskim.layout import PAGE_TOKENS
 from kvskim.tier.pages import HostTier
 
+FEW_ROWS = 16
+"""Steps of up to so many prompts share one compiled kernel: a prompt that comes along with others should not wait for a compiler."""
+
 
 @triton.jit(do_not_specialize=["rows", "table_stride"])
 def _stage_kernel(
@@ -59,6 +62,6 @@ def stage_triton(
     strides = (0, 0, 0) if key_cache is None else key_cache.stride()[:3]
     _stage_kernel[(pages, tier.heads)](
         tier.host, tier.hot, tier.directory, tier.hot if key_cache is None else key_cache, block_table, context_lens, starts, staged, *strides,
-        block_table.stride(0), rows, ROWS_PADDED=triton.next_power_of_2(rows), HEADS=tier.heads, PARTS=tier.host.shape[2], DIM=tier.dim,
+        block_table.stride(0), rows, ROWS_PADDED=max(FEW_ROWS, triton.next_power_of_2(rows)), HEADS=tier.heads, PARTS=tier.host.shape[2], DIM=tier.dim,
         DIM_PADDED=triton.next_power_of_2(tier.dim), PAGES_PER_BLOCK=staged.shape[2] // PAGE_TOKENS, num_warps=4,
     )
