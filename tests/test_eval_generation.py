@@ -78,6 +78,12 @@ def test_a_draft_goes_on_where_the_answer_does():
     assert draft([1, 2, 3], [[9, 3, 8], [9, 2, 3, 4]], 1) == [4]
     assert draft([1], [[2, 3]], 4) == []
     assert draft([1], [[1, 2]], 0) == []
+    # An answer beside this one, or itself, needs a longer part in common.
+    again = [1, 2, 3, 4, 1, 2, 3]
+    assert draft(again, [], 2, [again]) == [4, 1]
+    assert draft(again[:-1], [], 2, [again[:-1]]) == []
+    assert draft(again, [[3, 9]], 2, [again]) == [4, 1]
+    assert draft([1, 2, 3], [], 1, [[8, 1, 2, 3, 5]]) == [5]
 
 
 @pytest.mark.parametrize("make", [lambda m, n: None, lambda m, n: policy_of(m, n)])

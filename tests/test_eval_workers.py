@@ -123,7 +123,8 @@ def test_a_time_limit_ends_a_run_after_whole_samples(monkeypatch):
     assert [so_far["seconds"] for so_far in saved] == [21.0, 42.0, 42.0]
     stopped = with_tables({**json.loads(json.dumps(saved[0])), "answers": json.loads(json.dumps(saved[0]["answers"][:6]))})
     assert stopped["counts"] == {"512": {"cwe": 1, "vt": 1}, "1024": {"cwe": 1, "vt": 0}}
-    assert "1 samples, 0 to 1 of each task" in page(stopped)
+    assert "1 samples, 0 to 1 of each task, the same for every method and setting. Means are without vt, of which there is none." in page(stopped)
+    assert page(stopped).count("Means are without") == 1
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from kvskim.eval.methods import FULL, Calibrations, Method, PromptPolicies, Sett
 from kvskim.eval.model import EvalModel
 from kvskim.eval.policy import CACHE_ELEMENT_BYTES, Policy
 from kvskim.eval.sample import PromptFormat, Question, Sample
+from kvskim.eval.side_by_side import go_side_by_side, greedy_side_by_side
 from kvskim.eval.together import goes_together, greedy_together
 from kvskim.layout import PAGE_TOKENS, ceil_div
 
@@ -129,20 +131,34 @@ class ModelAnswerer:
             size = 2 * PAGE_TOKENS * model.head_dim * CACHE_ELEMENT_BYTES
             yield Answer(FULL, ALL_PAGES, self._text(full), pages, 1.0, pages * size)
         together: list[tuple[Method, Setting, Policy]] = []
-        for method, setting, policy in PromptPolicies(model, prefix, self.calibrations).each(self.methods, self.settings):
-            if goes_together(policy):
-                together.append((method, setting, policy))
+        every = PromptPolicies(model, prefix, self.calibrations).each(self.methods, self.settings)
+        for method, group in groupby(every, lambda found: found[0]):
+            found = list(group)
+            policies = [policy for _, _, policy in found]
+            if goes_together(policies[0]):
+                together += found
                 continue
-            if prefix < len(prompt) - 1:
-                model.decode(prompt, prefix, len(prompt) - 1, policy)
-            tokens = greedy(model, prompt, policy, limit, self.stop, drafts, settled)
-            if tokens not in drafts:
-                drafts.append(tokens)
-            yield self._answer(method, setting, policy, tokens)
+            if go_side_by_side(policies, prefix):
+                answers = greedy_side_by_side(model, prompt, prefix, policies, limit, self.stop, drafts, settled)
+            else:
+                answers = [self._alone(prompt, prefix, policy, limit, drafts, settled) for policy in policies]
+            drafts += [tokens for number, tokens in enumerate(answers) if tokens not in drafts and tokens not in answers[:number]]
+            for (_, setting, policy), tokens in zip(found, answers):
+                yield self._answer(method, setting, policy, tokens)
         if together:
             answers = greedy_together(model, prompt, prefix, [policy for _, _, policy in together], limit, self.stop, settled)
             for (method, setting, policy), tokens in zip(together, answers):
                 yield self._answer(method, setting, policy, tokens)
+
+    def _alone(
+        self, prompt: torch.Tensor, prefix: int, policy: Policy, limit: int, drafts: list[list[int]], settled: Callable[[list[int]], bool]
+    ) -> list[int]:
+        if prefix < len(prompt) - 1:
+            self.model.decode(prompt, prefix, len(prompt) - 1, policy)
+        tokens = greedy(self.model, prompt, policy, limit, self.stop, drafts, settled)
+        if tokens not in drafts:
+            drafts.append(tokens)
+        return tokens
 
     def _answer(self, method: Method, setting: Setting, policy: Policy, tokens: list[int]) -> Answer:
         statistics = policy.statistics

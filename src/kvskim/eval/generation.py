@@ -20,8 +20,16 @@ LONGEST_MATCH = 8
 """Tokens of an answer that are looked for in the drafts, to find where one goes on in the same way."""
 
 
-def draft(answer: Sequence[int], drafts: Sequence[Sequence[int]], count: int) -> list[int]:
-    """Up to ``count`` tokens that may follow ``answer``: what follows its longest recent part in one of ``drafts``; may be empty."""
+LEAST_REPEAT = 3
+"""Tokens that an answer must repeat of itself or of one beside it, for what came next there to be worth checking."""
+
+
+def draft(answer: Sequence[int], drafts: Sequence[Sequence[int]], count: int, beside: Sequence[Sequence[int]] = ()) -> list[int]:
+    """Up to ``count`` tokens that may follow ``answer``: what follows its longest recent part in one of ``drafts``; may be empty.
+
+    beside: answers that are being written, this one among them, where a part of `LEAST_REPEAT` tokens or more is looked for too: a model that has lost its
+    way repeats itself.
+    """
     if count < 1:
         return []
     for known in drafts:
@@ -29,7 +37,7 @@ def draft(answer: Sequence[int], drafts: Sequence[Sequence[int]], count: int) ->
             return list(known[len(answer) : len(answer) + count])
     for length in range(min(LONGEST_MATCH, len(answer)), 0, -1):
         tail = list(answer[-length:])
-        for known in drafts:
+        for known in [*drafts, *beside] if length >= LEAST_REPEAT else drafts:
             for start in range(len(known) - length):
                 if list(known[start : start + length]) == tail:
                     return list(known[start + length : start + length + count])
@@ -38,6 +46,26 @@ def draft(answer: Sequence[int], drafts: Sequence[Sequence[int]], count: int) ->
 
 def never(answer: list[int]) -> bool:
     """No answer is settled."""
+    return False
+
+
+def accept(
+    answer: list[int], best: Sequence[int], proposed: Sequence[int], limit: int, stop: Collection[int], settled: Callable[[list[int]], bool]
+) -> bool:
+    """Add to ``answer`` what the model itself writes after a draft was checked; whether the answer has ended.
+
+    Args:
+        best: likeliest tokens after the last token of the answer and after each token of the draft.
+        proposed: the draft.
+    """
+    for i, token in enumerate(best):
+        if token in stop:
+            return True
+        answer.append(token)
+        if settled(answer) or len(answer) == limit:
+            return True
+        if i == len(proposed) or proposed[i] != token:
+            break
     return False
 
 
@@ -65,20 +93,15 @@ def greedy(
     use_drafts = policy is None or not policy.stateful
     while len(answer) < limit:
         room = min(PAGE_TOKENS - 1 - position % PAGE_TOKENS, limit - len(answer) - 1) if use_drafts else 0
-        proposed = draft(answer, drafts, room)
+        proposed = draft(answer, drafts, room, [answer])
         end = position + 1 + len(proposed)
         sequence[position + 1 : end] = torch.tensor(proposed, dtype=torch.int64)
         best = model.decode(sequence, position, end, policy).argmax(-1).tolist()
-        for i, token in enumerate(best):
-            if token in stop:
-                return answer
-            answer.append(token)
-            if settled(answer):
-                return answer
-            position += 1
-            sequence[position] = token
-            if len(answer) == limit or i == len(proposed) or proposed[i] != token:
-                break
+        before = len(answer)
+        if accept(answer, best, proposed, limit, stop, settled):
+            return answer
+        sequence[position + 1 : position + 1 + len(answer) - before] = torch.tensor(answer[before:], dtype=torch.int64)
+        position += len(answer) - before
     return answer
 
 

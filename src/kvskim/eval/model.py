@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from kvskim.demo.model import correct_end_token, demo_model_file, quiet_transformers, reading_model, usable_device
 from kvskim.errors import KvskimError
 from kvskim.eval.policy import Policy, token_mask
-from kvskim.eval.together import Together
 from kvskim.layout import PAGE_TOKENS
 
 ATTENTION_NAME = "kvskim-eval"
@@ -25,6 +24,14 @@ ATTENTION_NAME = "kvskim-eval"
 
 OBSERVED_QUERIES = 64
 """Last queries of a prompt that are kept for policies which choose by them."""
+
+
+class Rows(Protocol):
+    """Sequences that go through the layers side by side, after a prompt in the model's store."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float) -> Tensor:
+        """Attention of one layer: ``query [R, Hq, n, D]``, ``key`` and ``value`` ``[R, H, n, D]``; the result is ``[R, n, Hq, D]``."""
+        ...
 
 
 class EvalModel:
@@ -53,8 +60,8 @@ class EvalModel:
         self.values: list[Tensor] = []
         self.position = 0
         self.chooser: Policy | None = None
-        self.together: Together | None = None
-        """Set while a token of several policies goes through the layers."""
+        self.together: Rows | None = None
+        """Set while tokens of several policies go through the layers as rows of a batch."""
         self.prefilling = False
         self.query_positions: Tensor | None = None
         self.captured: dict[int, list[Tensor]] = {}
@@ -91,11 +98,9 @@ class EvalModel:
         return self._logits(hidden[-logits:]) if logits else None
 
     @torch.no_grad()
-    def forward_rows(self, ids: Tensor, position: int) -> Tensor:
-        """Run one token of each row of `together`, ``ids [R]``, all at ``position``; float32 logits ``[R, vocabulary]``."""
-        self.position = position
-        positions = torch.full((len(ids), 1), position, device=self.device)
-        return self._logits(self.model.model(input_ids=ids[:, None].to(self.device), position_ids=positions, use_cache=False).last_hidden_state[:, 0])
+    def forward_rows(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Run tokens ``ids [R, n]`` of the rows of `together` at ``positions [R, n]``; float32 logits ``[R, n, vocabulary]``."""
+        return self._logits(self.model.model(input_ids=ids.to(self.device), position_ids=positions, use_cache=False).last_hidden_state)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.model.lm_head(hidden).float()
@@ -197,7 +202,8 @@ def _attention(
     grouped = q.unflatten(0, (-1, group))
     if softcap or count <= PAGE_TOKENS:
         # Also for few queries: a fused kernel has one program for each head then, and a GPU has a hundred times as many processors.
-        logits = (torch.einsum("hgnd,hld->hgnl", grouped, keys) * scale).float()
+        # Products of two bfloat16 numbers are summed in float32, as attention kernels do.
+        logits = torch.einsum("hgnd,hld->hgnl", grouped.float(), keys.float()) * scale
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         weights = logits.masked_fill(~attended, -torch.inf).softmax(-1).to(values.dtype)

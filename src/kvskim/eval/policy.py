@@ -170,7 +170,8 @@ class SelectorPolicy(Policy):
     def _positions(self, first: int, last: int, keys: Tensor) -> Tensor:
         return torch.arange(first, last, device=keys.device) * PAGE_TOKENS
 
-    def _record_bytes(self, head_dim: int) -> int:
+    def record_bytes(self, head_dim: int) -> int:
+        """Bytes that a choice reads of every candidate page and kv head."""
         # The oracle keeps no record: it reads the keys, as they are cached.
         if self.selector.name == "oracle":
             return PAGE_TOKENS * head_dim * CACHE_ELEMENT_BYTES
@@ -194,5 +195,5 @@ class SelectorPolicy(Policy):
             forced_mass = logits.masked_fill(~seen[:, None, None], -torch.inf).logsumexp(-1)
             key, mass, share = combine(scores, torch.zeros_like(forced_mass), forced_mass, self.parameters.combine)
             selected[..., first:last] = apply_rule(self.parameters, key, mass, share, total, self.sink_pages, self.window_pages)
-        self.record(layer, queries, keys, causal, selected, max(0, last - first) * self._record_bytes(keys.shape[2]))
+        self.record(layer, queries, keys, causal, selected, max(0, last - first) * self.record_bytes(keys.shape[2]))
         return selected

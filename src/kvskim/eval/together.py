@@ -49,9 +49,10 @@ class Together:
 
     def step(self, tokens: Sequence[int], position: int) -> Tensor:
         """Decode one token of each row, all at ``position``; float32 logits ``[R, vocabulary]``."""
-        self.model.together = self
+        model = self.model
+        model.together, model.position = self, position
         try:
-            return self.model.forward_rows(torch.tensor(tokens), position)
+            return model.forward_rows(torch.tensor(tokens)[:, None], torch.full((len(tokens), 1), position, device=model.device))[:, 0]
         finally:
             self.model.together = None
 
@@ -66,7 +67,8 @@ class Together:
         allowed = None if window else self._allowed(layer, rows * scale, own_keys, position)
         shared_keys, shared_values = model.keys[layer][:, first:prefix], model.values[layer][:, first:prefix]
         own_keys, own_values = own_keys[:, :, max(0, first - prefix) :], own_values[:, :, max(0, first - prefix) :]
-        logits = torch.cat([torch.einsum("rhgd,hld->rhgl", rows, shared_keys), torch.einsum("rhgd,rhsd->rhgs", rows, own_keys)], -1).float() * scale
+        exact = rows.float()
+        logits = torch.cat([torch.einsum("rhgd,hld->rhgl", exact, shared_keys.float()), torch.einsum("rhgd,rhsd->rhgs", exact, own_keys.float())], -1) * scale
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         if allowed is not None:

@@ -30,6 +30,7 @@ __all__ = [
     "candidate_sums",
     "combine",
     "covered_mass",
+    "rule_pages",
 ]
 
 
@@ -85,9 +86,37 @@ def apply_rule(
     key, mass = rankable(key), rankable(mass)
     order = descending(key, candidates)
 
+    wanted = rule_pages(parameters, mass, order, share, total, candidates, sink_pages + window_pages, limit=limit)
+    return take(order, wanted) & candidate_positions(key, candidates)
+
+
+def rule_pages(
+    parameters: RuleParameters,
+    mass: Tensor,
+    order: Tensor,
+    share: Tensor,
+    total: Tensor,
+    candidates: Tensor,
+    forced_pages: int,
+    *,
+    limit: int | None = None,
+) -> Tensor:
+    """How many candidates a rule takes, int64 [...], between 0 and ``candidates``; see `apply_rule`. ``budget`` looks at no mass.
+
+    Args:
+        mass: rankable float32 [..., P].
+        order: int64 [..., P], candidates best first (`kvskim.rules.ranking.descending`).
+        share: float32 [...], estimated group-mean mass of the always-attended pages.
+        total: int64 [...], pages of the request.
+        candidates: int64 [...], how many leading positions of each row are candidates.
+        forced_pages: always-attended pages.
+
+    Raises:
+        ValueError: the rule is unknown or lacks a parameter.
+    """
     most = candidates if limit is None else candidates.clamp_max(max(limit, 0))
     if parameters.rule == "budget":
-        wanted = budget_pages(total, sink_pages + window_pages, parameters.budget_pages, parameters.budget_fraction)
+        wanted = budget_pages(total, forced_pages, parameters.budget_pages, parameters.budget_fraction)
         least = torch.zeros_like(most)
     elif parameters.rule in ("threshold", "coverage"):
         if parameters.rule == "threshold":
@@ -100,8 +129,7 @@ def apply_rule(
     else:
         raise ValueError(f"rule must be threshold, budget or coverage, not {parameters.rule!r}")
     wanted = torch.minimum(torch.maximum(wanted, least), most)
-    wanted = torch.where((candidates <= parameters.min_pages) | (total <= parameters.full_pages), candidates, wanted)
-    return take(order, wanted) & candidate_positions(key, candidates)
+    return torch.where((candidates <= parameters.min_pages) | (total <= parameters.full_pages), candidates, wanted)
 
 
 def covered_mass(selected: Tensor, mass: Tensor, forced_share: Tensor, candidates: Tensor) -> Tensor:

@@ -128,9 +128,11 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def counted(counts: Mapping[str, int]) -> str:
-    """How many samples a table rests on, in one sentence."""
+    """How many samples a table rests on, in one sentence; a second where a run was stopped before it had one of every task."""
     least, most = min(counts.values()), max(counts.values())
-    return f"{sum(counts.values())} samples, {least if least == most else f'{least} to {most}'} of each task, the same for every method and setting."
+    text = f"{sum(counts.values())} samples, {least if least == most else f'{least} to {most}'} of each task, the same for every method and setting."
+    missing = [task for task, count in counts.items() if not count]
+    return f"{text} Means are without {', '.join(missing)}, of which there is none." if missing else text
 
 
 def plot(result: Mapping[str, Any], output: Path, title: str) -> None:
