@@ -74,7 +74,7 @@ def test_more_pages_than_the_table_holds_are_all_attended(kernels: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_large_bfloat16_values_do_not_overflow(kernels: str) -> None:
+def test_fault_08_large_bfloat16_values_do_not_overflow(kernels: str) -> None:
     """Values beyond fp16's 65504 in a bf16 cache."""
     case = make_case([40], select="identity", dtype=torch.bfloat16)
     case.inputs["value_cache"].mul_(1e6)

@@ -261,7 +261,7 @@ def test_a_budget_needs_exactly_one_of_its_two_forms() -> None:
 
 
 @pytest.mark.parametrize(("sink", "window"), [(1, 1), (0, 1), (4, 8)])
-def test_budget_pages_count_sink_and_window(sink: int, window: int) -> None:
+def test_fault_17_budget_pages_count_sink_and_window(sink: int, window: int) -> None:
     smallest = sink + window + 1
     settings: dict[str, Any] = {"rule": "budget", "sink_pages": sink, "window_pages": window}
     assert SkimConfig(**settings, budget_pages=smallest).budget_pages == smallest

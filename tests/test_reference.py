@@ -147,6 +147,6 @@ def test_requests_of_a_batch_do_not_see_each_other() -> None:
         assert [row.pages.tolist() for row in alone.rows[0]] == [row.pages.tolist() for row in together.rows[r]]
 
 
-def test_window_must_hold_the_open_page() -> None:
+def test_fault_12_the_window_must_hold_the_open_page() -> None:
     with pytest.raises(ValueError, match="window_pages is 0; it must be at least 1"):
         filled_layer("mean", [16], window_pages=0)

@@ -62,7 +62,7 @@ def test_padded_batch_equals_single_rows(rule: RuleParameters, rows: list[list[f
         assert not together[i, len(row) :].any()
 
 
-def test_ties_at_the_cut_go_to_the_lower_page_and_never_exceed_the_budget() -> None:
+def test_fault_05_ties_at_the_cut_go_to_the_lower_page_and_never_exceed_the_budget() -> None:
     mass = torch.full((61,), 0.01)
     rule = RuleParameters(rule="budget", budget_pages=7, min_pages=0)
     assert apply_rule(rule, mass, mass, 0.1, 63, 1, 1).nonzero().flatten().tolist() == [0, 1, 2, 3, 4]

@@ -55,8 +55,8 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
 
 
-def test_memory_is_zero_and_nobody_touches_it_before_it_is_locked() -> None:
-    """Locking is what takes the memory, at the speed of the operating system; 90 GiB of zeros written first would take half a minute."""
+def test_memory_is_zero_and_untouched_until_it_is_used() -> None:
+    """Memory that is not locked is taken page by page as it is written; 90 GiB of zeros written first would take half a minute."""
     before = resident()
     memory = HostMemory(2**30, locked=False)
     assert memory.bytes is not None

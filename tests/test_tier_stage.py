@@ -92,3 +92,12 @@ def test_wrong_arguments_are_refused(changes: dict[str, Any], message: str) -> N
     stage(**arguments())
     with pytest.raises(ValueError, match=message):
         stage(**arguments(**changes))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_few_prompts_share_one_compiled_kernel() -> None:
+    """While serving, no prompt that comes along with up to 15 others waits for a compiler."""
+    from kvskim.ops.triton.host_stage import padded_rows
+
+    assert {padded_rows(rows) for rows in range(1, 17)} == {16}
+    assert [padded_rows(rows) for rows in (17, 32, 33)] == [32, 32, 64]

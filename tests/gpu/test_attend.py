@@ -116,7 +116,7 @@ def test_launches_of_few_and_many_blocks_follow_one_another(overlap: bool, reque
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_large_bfloat16_values_do_not_overflow(kernels: str) -> None:
+def test_fault_08_large_bfloat16_values_do_not_overflow(kernels: str) -> None:
     """Values beyond fp16's 65504 in a bf16 cache."""
     case = gpu_case([400], select="identity")
     case.inputs["value_cache"].mul_(1e6)

@@ -109,7 +109,7 @@ def reference(load, prompt: list[int], calibration: Calibration) -> Callable[[to
 def test_kernels_generate_the_tokens_of_the_torch_path(
     load, prompt: list[int], calibration: Calibration, reference: Callable[[torch.dtype, str], Decoded], kernels: str, dtype: torch.dtype, rule: str
 ) -> None:
-    """Beside float32: no more error than the torch path in the same 16-bit type has, and the same tokens wherever they lead by more than that type's errors."""
+    """Beside float32: errors like those of the torch path in the same 16-bit type, and the same tokens wherever they lead by more than its largest error."""
     exact, wanted = reference(torch.float32, rule), reference(dtype, rule)
     ours = decode(load(dtype)[0], prompt, SkimConfig(kernels=kernels, **RULES[rule]), calibration, exact.tokens)
     assert ours.rows == wanted.rows > 0

@@ -46,7 +46,7 @@ def invoke(app, *arguments):
     return CliRunner().invoke(app, arguments)
 
 
-def test_serve_sets_the_backend_and_passes_the_rest(app, executed):
+def test_fault_21_serve_sets_the_backend_and_passes_the_rest(app, executed):
     result = invoke(app, "serve", "meta/model", "--max-model-len", "4096", "-tp", "2", "--enforce-eager")
     assert result.exit_code == 0, result.output
     program, arguments = executed[0]

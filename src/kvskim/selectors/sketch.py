@@ -1,7 +1,7 @@
 """``sketch``, the default selector: a fixed linear transform of the page, scalar-quantised into two-bit digits.
 
 Per (layer, kv head) calibration fits a mean key ``m`` and, for each of the 16 token modes of the orthonormal DCT ``T``, a pair of bases with
-``q . (k - m) = (Wq^T q) . (Wk^T (k - m))``: squared error there is expected squared logit error (the query metric). A record is
+``q . (k - m) = (Wq^T q) . (Wk^T (k - m))``: squared error there is expected squared logit error of queries of one length (the query metric). A record is
 
     Y = T^T (K - m)                         16 modes x D
     x = encode_matrix[row] . Y_mode         = coefficient / step

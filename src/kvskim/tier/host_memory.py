@@ -104,7 +104,7 @@ class HostMemory:
     """Zeros in host memory, which the GPU reads and writes at the addresses that they have here; page-locked until `release`.
 
     Memory is taken from the operating system as it is and locked afterwards, because PyTorch's own pinned allocations are rounded up to a power of two.
-    Nothing writes the zeros: the operating system gives them with each page, in large pages where it has such.
+    The operating system gives zeros with each page, in large pages where it has such.
 
     Args:
         nbytes: how many.

@@ -10,7 +10,7 @@ from kvskim.ops import step
 from kvskim.tier.pages import HostTier
 
 WHOLE = 65536
-"""A share of all."""
+"""What stands for all slots in `share`."""
 
 
 @triton.jit(do_not_specialize=["slots"])

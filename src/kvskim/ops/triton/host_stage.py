@@ -54,6 +54,11 @@ def _stage_kernel(
     tl.store(to + tokens * HEADS * DIM, values, mask=in_row)
 
 
+def padded_rows(rows: int) -> int:
+    """Rows that the kernel for ``rows`` prompts is compiled for."""
+    return max(FEW_ROWS, triton.next_power_of_2(rows))
+
+
 def stage_triton(
     tier: HostTier, key_cache: Tensor | None, block_table: Tensor, context_lens: Tensor, starts: Tensor, staged: Tensor, pages: int
 ) -> None:
@@ -62,6 +67,6 @@ def stage_triton(
     strides = (0, 0, 0) if key_cache is None else key_cache.stride()[:3]
     _stage_kernel[(pages, tier.heads)](
         tier.host, tier.hot, tier.directory, tier.hot if key_cache is None else key_cache, block_table, context_lens, starts, staged, *strides,
-        block_table.stride(0), rows, ROWS_PADDED=max(FEW_ROWS, triton.next_power_of_2(rows)), HEADS=tier.heads, PARTS=tier.host.shape[2], DIM=tier.dim,
+        block_table.stride(0), rows, ROWS_PADDED=padded_rows(rows), HEADS=tier.heads, PARTS=tier.host.shape[2], DIM=tier.dim,
         DIM_PADDED=triton.next_power_of_2(tier.dim), PAGES_PER_BLOCK=staged.shape[2] // PAGE_TOKENS, num_warps=4,
     )
