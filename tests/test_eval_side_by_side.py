@@ -6,10 +6,10 @@ import torch
 from kvskim.eval import generation, side_by_side
 from kvskim.eval.generation import accept, greedy, never
 from kvskim.eval.methods import Calibrations, PromptPolicies, parse_methods, settings_of
-from kvskim.eval.model import ATTENTION_NAME, EvalModel, register_attention
+from kvskim.eval.model import EvalModel
 from kvskim.eval.side_by_side import go_side_by_side, greedy_side_by_side
 from kvskim.layout import PAGE_TOKENS
-from tiny import CharacterTokenizer, tiny_model
+from tiny import tiny_eval_model
 
 LIMIT = 50
 """Long enough that pages which decoding completed become candidates."""
@@ -17,10 +17,7 @@ LIMIT = 50
 
 @pytest.fixture(scope="module")
 def model() -> EvalModel:
-    register_attention()
-    network = tiny_model(3)
-    network.set_attn_implementation(ATTENTION_NAME)
-    return EvalModel(network, CharacterTokenizer())
+    return tiny_eval_model(3)
 
 
 @pytest.fixture

@@ -5,23 +5,20 @@ import torch
 
 from kvskim.eval.generation import greedy, never
 from kvskim.eval.methods import Calibrations, PromptPolicies, parse_methods, settings_of
-from kvskim.eval.model import ATTENTION_NAME, EvalModel, register_attention
+from kvskim.eval.model import EvalModel
 from kvskim.eval.policy import Policy, PolicyStatistics
 from kvskim.eval.sample import Question
 from kvskim.eval.text_metrics import string_match_all, token_f1
 from kvskim.eval.together import Together, goes_together, greedy_together
 from kvskim.layout import PAGE_TOKENS
-from tiny import CharacterTokenizer, tiny_model
+from tiny import tiny_eval_model
 
 LIMIT = 30
 
 
 @pytest.fixture(scope="module")
 def model() -> EvalModel:
-    register_attention()
-    network = tiny_model(3)
-    network.set_attn_implementation(ATTENTION_NAME)
-    return EvalModel(network, CharacterTokenizer())
+    return tiny_eval_model(3)
 
 
 @pytest.fixture

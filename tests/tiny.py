@@ -24,3 +24,13 @@ def tiny_model(seed=0):
         max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def tiny_eval_model(seed=0):
+    """The model as evaluators hold it."""
+    from kvskim.eval.model import ATTENTION_NAME, EvalModel, register_attention
+
+    register_attention()
+    network = tiny_model(seed)
+    network.set_attn_implementation(ATTENTION_NAME)
+    return EvalModel(network, CharacterTokenizer())

@@ -140,9 +140,9 @@ class ModelAnswerer:
                 continue
             if go_side_by_side(policies, prefix):
                 answers = greedy_side_by_side(model, prompt, prefix, policies, limit, self.stop, drafts, settled)
+                drafts += [tokens for number, tokens in enumerate(answers) if tokens not in drafts and tokens not in answers[:number]]
             else:
                 answers = [self._alone(prompt, prefix, policy, limit, drafts, settled) for policy in policies]
-            drafts += [tokens for number, tokens in enumerate(answers) if tokens not in drafts and tokens not in answers[:number]]
             for (_, setting, policy), tokens in zip(found, answers):
                 yield self._answer(method, setting, policy, tokens)
         if together:
@@ -153,6 +153,7 @@ class ModelAnswerer:
     def _alone(
         self, prompt: torch.Tensor, prefix: int, policy: Policy, limit: int, drafts: list[list[int]], settled: Callable[[list[int]], bool]
     ) -> list[int]:
+        """The answer under one policy, which is a draft for those after it."""
         if prefix < len(prompt) - 1:
             self.model.decode(prompt, prefix, len(prompt) - 1, policy)
         tokens = greedy(self.model, prompt, policy, limit, self.stop, drafts, settled)

@@ -60,6 +60,13 @@ def ended(name: str, process: subprocess.Popen[bytes], result: Path, log: Path, 
     return None
 
 
+def exit_status(problems: list[str]) -> int:
+    """Print what is wrong; 1 where anything is."""
+    for problem in problems:
+        print(f"FAIL: {problem}")
+    return int(bool(problems))
+
+
 def print_memory_lines(log: Path) -> None:
     """What an engine with a host tier says of its memory."""
     said = ("host memory", "page-locked", "hot cache")

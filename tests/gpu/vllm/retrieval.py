@@ -6,7 +6,7 @@
 import json
 import sys
 
-from common import engine, parser, table
+from common import engine, exit_status, parser, table
 
 from kvskim.engines.vllm.check import compare, run_engine
 
@@ -56,9 +56,7 @@ def main() -> int:
         problems.append("kvskim answers fewer questions than full attention")
     if not sparse["ready"] or not 0 < share < 0.9:
         problems.append("decode was not sparse")
-    for problem in problems:
-        print(f"FAIL: {problem}")
-    return int(bool(problems))
+    return exit_status(problems)
 
 
 if __name__ == "__main__":

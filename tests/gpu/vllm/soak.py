@@ -17,7 +17,7 @@ import time
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.pop("KVSKIM_DISABLE", None)
 
-from common import MODES, engine, parser, text_ids
+from common import MODES, engine, exit_status, parser, text_ids
 
 
 def main() -> int:
@@ -140,9 +140,7 @@ def main() -> int:
         problems.append("the soak was too short to see whether memory is lost")
     if grown > 64 * 2**20:
         problems.append("GPU memory was lost")
-    for problem in problems:
-        print(f"FAIL: {problem}")
-    return int(bool(problems))
+    return exit_status(problems)
 
 
 if __name__ == "__main__":

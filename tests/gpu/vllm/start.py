@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import engine, parser, table, text_ids
+from common import engine, exit_status, parser, table, text_ids
 
 TOKENS = (64, 21)
 """Of each prompt: calibration fits one layer in a step, so the first one lasts until it has come to its end."""
@@ -184,9 +184,7 @@ def main() -> int:
     for kernels in {result["kernels"] for result in results.values() if "kernels" in result}:
         print(f"kernels: {kernels}, {source}")
     print(table(["run", "start s", "engine s", "prompt", "first token ms", "second", "median", "largest", "at token"], rows))
-    for problem in problems + wrong:
-        print(f"FAIL: {problem}")
-    return int(bool(problems + wrong))
+    return exit_status(problems + wrong)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import MODES, ended, engine, parser, print_memory_lines, table, text_ids
+from common import MODES, ended, engine, exit_status, parser, print_memory_lines, table, text_ids
 
 RULES = {
     "few pages": {"selector": "rki4", "rule": "budget", "budget_pages": 16, "full_pages": 0},
@@ -159,9 +159,7 @@ def main() -> int:
         two = results.get(f"{variant}, few pages, 8 GiB")
         if one and two:
             print(f"blocks of {variant} / fast with 8 GiB for the cache: {two['blocks'] / one['blocks']:.3f}")
-    for problem in problems:
-        print(f"FAIL: {problem}")
-    return int(bool(problems))
+    return exit_status(problems)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import ended, print_memory_lines, table
+from common import ended, exit_status, print_memory_lines, table
 
 GIB = 2**30
 HOT = {"mem-v": 0.012, "mem-kv": 0.5}
@@ -202,9 +202,7 @@ def main() -> int:
             runs = " ".join(f"{run:.2f}" for run in row["runs"])
             rows.append([title, variant, r["kernels"], f"{row['tpot_ms']:.2f}", ratio, f"{1000 * batch / row['tpot_ms']:.0f}", *percent, moved, runs])
     print(table(header, rows))
-    for problem in problems:
-        print(f"FAIL: {problem}")
-    return int(bool(problems))
+    return exit_status(problems)
 
 
 if __name__ == "__main__":

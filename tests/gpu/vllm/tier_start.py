@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import ended, table, text_ids
+from common import ended, exit_status, table, text_ids
 
 SAID = ("host memory", "page-locked", "hot cache", "are made", "calibration", "Available KV cache memory", "Overriding")
 
@@ -73,9 +73,7 @@ def main() -> int:
             if outcome["hits"] < len(prompts):
                 problems.append(f"{variant}: prompts that came before did not hit the prefix cache")
     print(table(["variant", "start s", "blocks", "tokens", "hits"], rows))
-    for problem in problems:
-        print(f"FAIL: {problem}")
-    return int(bool(problems))
+    return exit_status(problems)
 
 
 if __name__ == "__main__":
