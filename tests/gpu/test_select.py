@@ -209,7 +209,7 @@ def test_four_million_tokens(rule: RuleParameters, flavour: str, kernels: str) -
 @pytest.mark.parametrize(("requests", "heads", "capacity"), [(4, 8, 8_192), (4, 4, 16_384), (4, 4, 65_536), (3, 11, 8_192), (1, 8, 140_000)])
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.rule}-{r.combine}-{RULES.index(r)}")
 def test_rows_for_which_not_all_clusters_run_at_once(rule: RuleParameters, requests: int, heads: int, capacity: int) -> None:
-    """Clusters of as many blocks as the processors would have room for do not fit their groups: smaller ones select the same."""
+    """Clusters of as many blocks as the processors would have room for do not fit their groups: smaller ones, of any number of blocks, select the same."""
     lengths = [capacity * 16, capacity * 16 - 40_003, 20_000, 70_001][:requests]
     case = make_case(23, requests=requests, heads=heads, group=4, capacity=capacity, seq_lens=lengths, chunks=16, device="cuda")
     run(case, rule, "cuda")
@@ -264,9 +264,9 @@ def test_graph_replay_follows_new_lengths(rule: RuleParameters, kernels: str) ->
 @pytest.mark.parametrize("flavour", ["plain", "equal", "empty", "narrow", "nan"])
 def test_sixteen_blocks_search_a_million_tokens(flavour: str) -> None:
     """The shape whose blocks exchange most, with one, several and the most passes of the search; and lengths that leave blocks without pages."""
-    for length in (65_537 * 16, 700_003, 40_000):
+    for length, chunks in ((65_537 * 16, 528), (65_537 * 16, 1056), (700_003, 577), (40_000, 528)):
         case = make_case(
-            61, requests=1, heads=4, group=8, capacity=65_536, table_capacity=65_537, seq_lens=[length], chunks=528, flavour=flavour, device="cuda"
+            61, requests=1, heads=4, group=8, capacity=65_536, table_capacity=65_537, seq_lens=[length], chunks=chunks, flavour=flavour, device="cuda"
         )
         for rule in (
             RuleParameters(rule="budget", budget_pages=128), RuleParameters(rule="budget", budget_fraction=0.1),

@@ -73,7 +73,9 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) select_kernel(const __grid_
     constexpr int UNROLL = SLICED ? 1 : GROUP < 16 && RESIDENT == 1 ? 8 : 4;  // rows of 32 pages under way
     constexpr int LOADS = UNROLL * Columns::LANES;
     constexpr int TOGETHER = 2;                   // pages of a thread that are turned into keys together
-    constexpr int EARLY = RESIDENT == 1 ? 8 : 4;  // partial sums of a thread that are loaded before the length of the request is known
+    // Partial sums of a thread that are loaded before the length of the request is known. Alone on a processor as many as four rows have where one wave of
+    // the score kernel's warps, up to 16 on each of 132 processors, is shared out among them: a rest would cost the latency of a load more.
+    constexpr int EARLY = RESIDENT == 1 && GROUP <= 16 ? (GROUP == 8 ? 9 : 8) : 4;
     constexpr int LEAST = pages_of(LEAST_PAGES, GROUP);
     __shared__ Shared shared;
     __shared__ ColumnsShared<GROUP> of_columns;
@@ -410,13 +412,14 @@ cudaError_t launch_kernel(Parameters p, int requests, const Way& way, cudaStream
         config.gridDim = dim3(p.cluster, p.heads, requests);
         config.dynamicSmemBytes = bytes_of(p.block_capacity, p.cluster);
         config.numAttrs = 1;
-        // Clusters that wait for others to end take twice the time. Half as many blocks each is less.
-        if (!way.chosen || way.crowded || p.cluster == 1 || p.page_capacity > p.cluster / 2 * PAGES_PER_BLOCK) break;
+        // Clusters that wait for others to end take twice the time. Fewer blocks each is less: three quarters, then half as many.
+        const int fewer = p.cluster % 3 == 0 ? p.cluster / 3 * 2 : p.cluster >= 4 ? p.cluster / 4 * 3 : p.cluster / 2;
+        if (!way.chosen || way.crowded || p.cluster == 1 || p.page_capacity > fewer * PAGES_PER_BLOCK) break;
         int at_once = 0;
         error = clusters_at_once(address, config, p.cluster, at_once);
         if (error != cudaSuccess) return error;
         if (p.heads * requests <= at_once) break;
-        p.cluster /= 2;
+        p.cluster = fewer;
     }
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
