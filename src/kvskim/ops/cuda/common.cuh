@@ -93,7 +93,7 @@ struct BlockTable {
   const int* entries;  // of one request
   int shift;           // log2(pages per block)
   __device__ __forceinline__ int entry(int page) const { return entries[page >> shift]; }
-  __device__ __forceinline__ int physical(int entry, int page) const { return (entry << shift) + (page & ((1 << shift) - 1)); }
+  __device__ __forceinline__ int physical(int entry, int page) const { return (entry << shift) | (page & ((1 << shift) - 1)); }
 };
 
 }  // namespace kvskim

@@ -3,18 +3,19 @@
 //   y_mode = a_mode sum_slots W8 (digit - 3/2);  logit_t = sum_mode T[t, mode] y_mode;  S = log sum_t exp(logit_t)
 //
 // A warp takes tiles of 16 pages of one (request, kv head): int8 tensor-core products of 16 pages x 8 columns (query heads) accumulate the 16
-// modes, the inverse DCT and the log-sum-exp run in registers, and the records of the warp's next tile are on their way meanwhile.
-// One wave of CTAs; a warp whose first tile is past the request's end leaves at once, so the cost follows the live length.
-#include <type_traits>
-#include <utility>
-
+// modes, the inverse DCT and the log-sum-exp run in registers (score_sketch_transform.cuh), and the records of the warp's next tile are on their way
+// meanwhile. One wave of CTAs; a warp whose first tile is past the request's end leaves at once, so the cost follows the live length.
+// What bounds it is, with 8 columns, the number of instructions; with 4, that and the records.
 #include "common.cuh"
 #include "score_sketch.cuh"
+#include "score_sketch_transform.cuh"
 
 namespace kvskim {
 namespace {
 
 constexpr int kWarps = 4, kTilePages = 16, kRecordVectors = sketch::record_bytes / 64;  // 16-byte loads per lane and record
+// Tiles of a warp behind its first whose records are brought to the L2 cache before the kernel ahead has ended.
+constexpr int kTilesAhead = 2;
 
 struct ScoreArguments {
   const uint8_t* records;  // [N, H, 256]
@@ -30,16 +31,6 @@ struct ScoreArguments {
   int requests, heads, capacity, chunks, page_shift, sink_pages, window_pages, full_pages, settled;
 };
 
-template <class Body, int... I>
-__device__ __forceinline__ void unrolled_(Body body, std::integer_sequence<int, I...>) {
-  (body(std::integral_constant<int, I>{}), ...);
-}
-// body(0), ..., body(N - 1) with compile-time arguments.
-template <int N, class Body>
-__device__ __forceinline__ void unrolled(Body body) {
-  unrolled_(body, std::make_integer_sequence<int, N>{});
-}
-
 // A plain load with a memory clobber: together with a __syncwarp after it, this keeps ptxas from sinking the loads behind the exponentials.
 // SHARED: other warps of the multiprocessor want the same record.
 template <bool SHARED>
@@ -52,6 +43,34 @@ __device__ __forceinline__ uint4 load_record(const uint8_t* p) {
   return v;
 }
 
+// base + index * bytes.
+template <class T>
+__device__ __forceinline__ T* element(T* base, uint32_t index, uint32_t bytes) {
+  T* at;
+  asm("mad.wide.u32 %0,%1,%2,%3;" : "=l"(at) : "r"(index), "r"(bytes), "l"(base));
+  return at;
+}
+
+// A load that is not moved to where its result is used.
+__device__ __forceinline__ int load_here(const int* p) {
+  int value;
+  asm volatile("ld.global.s32 %0,[%1];" : "=r"(value) : "l"(p));
+  return value;
+}
+
+__device__ __forceinline__ void prefetch_line(const uint8_t* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// From global to shared memory, without a register for what is on its way. This thread may read it after wait_copies.
+__device__ __forceinline__ void copy_int(int* to, const int* from) {
+  asm volatile("cp.async.ca.shared.global [%0],[%1],4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+}
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Stores to an address that lay in shared memory, of which the compiler does not know that it is global.
+__device__ __forceinline__ void store_scores(__half* to, __half2 value) {
+  asm volatile("st.global.b32 [%0],%1;" ::"l"(to), "r"(reinterpret_cast<const uint32_t&>(value)) : "memory");
+}
+
 template <int I>
 __device__ __forceinline__ uint32_t component(const uint4& v) {
   if constexpr (I == 0) return v.x;
@@ -61,56 +80,53 @@ __device__ __forceinline__ uint32_t component(const uint4& v) {
 }
 
 template <bool FIRST>
-__device__ __forceinline__ void multiply(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  const int c0 = FIRST ? kMagicBits : d[0], c1 = FIRST ? kMagicBits : d[1], c2 = FIRST ? kMagicBits : d[2], c3 = FIRST ? kMagicBits : d[3];
+__device__ __forceinline__ void multiply(int (&d)[4], const int4& start, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const int c0 = FIRST ? start.x : d[0], c1 = FIRST ? start.y : d[1], c2 = FIRST ? start.z : d[2], c3 = FIRST ? start.w : d[3];
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
       : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
 }
 
-// Inverse DCT of 16 points with mode 0 left out, split into even and odd modes; the DCT-IV parts go through complex FFTs of half the length.
-// A rotation is a + tan b; its cosine is folded into the inputs (sketch_fold) or into the next butterfly: 24 + 30 + 16 operations.
-__device__ __forceinline__ void even_part(float (&even)[8], float z2, float z4, float z6, float z8, float z10, float z12, float z14) {
-  constexpr float t8 = sketch_tangent(4), c8 = sketch_cosine(4);
-  const float v0 = fmaf(t8, z12, z4), v1 = fmaf(t8, z4, -z12);
-  const float e0 = fmaf(c8, v0, z8), e3 = fmaf(-c8, v0, z8), e1 = fmaf(c8, v1, -z8), e2 = fmaf(-c8, v1, -z8);
-  const float ur = z10 + z6, ui = z6 - z10;
-  const float r0 = z2 + ur, i0 = z14 + ui, r1 = z2 - ur, i1 = z14 - ui;
-  constexpr float t0 = sketch_tangent(2), t1 = sketch_tangent(10), k0 = sketch_cosine(2), k1 = sketch_cosine(10);
-  const float a0 = fmaf(t0, i0, r0), a3 = fmaf(t0, r0, -i0), a2 = fmaf(t1, i1, r1), a1 = fmaf(t1, r1, -i1);
-  even[0] = fmaf(k0, a0, e0), even[7] = fmaf(-k0, a0, e0), even[3] = fmaf(k0, a3, e3), even[4] = fmaf(-k0, a3, e3);
-  even[1] = fmaf(k1, a1, e1), even[6] = fmaf(-k1, a1, e1), even[2] = fmaf(k1, a2, e2), even[5] = fmaf(-k1, a2, e2);
+// Scales and offsets of 16 modes and 8 columns, as they lie: makes NaN or infinite ones those of mode 0 alone, which is not in the token sums, so that
+// a broken query head stays without influence on the others. For a whole warp.
+__device__ __forceinline__ void contain_broken(float4 (&of_modes)[2]) {
+  const int lane = threadIdx.x & 31;
+  const auto broken = [](float scale, float offset) { return !(fabsf(scale) < INFINITY && fabsf(offset) < INFINITY); };
+  const bool x = broken(of_modes[0].x, of_modes[0].z) || broken(of_modes[1].x, of_modes[1].z);
+  const bool y = broken(of_modes[0].y, of_modes[0].w) || broken(of_modes[1].y, of_modes[1].w);
+  const uint32_t any_x = __ballot_sync(~0u, x), any_y = __ballot_sync(~0u, y), column_lanes = 0x11111111u << (lane & 3);
+  if (any_x & column_lanes) of_modes[0].x = of_modes[1].x = of_modes[1].z = 0.f, of_modes[0].z = lane < 4 ? NAN : 0.f;
+  if (any_y & column_lanes) of_modes[0].y = of_modes[1].y = of_modes[1].w = 0.f, of_modes[0].w = lane < 4 ? NAN : 0.f;
 }
 
-// Adds the odd modes and returns the sum over the 16 tokens of 2^logit.
-__device__ __forceinline__ float odd_sum(const float (&even)[8], float z1, float z3, float z5, float z7, float z9, float z11, float z13, float z15) {
-  constexpr float t4 = sketch_tangent(4), t12 = sketch_tangent(12);
-  const float ar = fmaf(t4, z11, z5), ai = fmaf(-t4, z5, z11), br = z9 + z7, bi = z7 - z9;
-  const float cr = fmaf(t12, z3, z13), ci = fmaf(-t12, z13, z3);
-  const float s0r = z1 + br, s0i = z15 + bi, d0r = z1 - br, d0i = z15 - bi;
-  const float s1r = ar + cr, s1i = ai + ci, d1r = ar - cr, d1i = ai - ci;
-  const float re[4] = {s0r + s1r, d0r + d1i, s0r - s1r, d0r - d1i}, im[4] = {s0i + s1i, d0i - d1r, s0i - s1i, d0i + d1r};
-  float s[8];
-  unrolled<4>([&](auto index) {
-    constexpr int k = decltype(index)::value;
-    constexpr float t = sketch_tangent(4 * k + 1), c = sketch_cosine(4 * k + 1);
-    const float o0 = fmaf(t, im[k], re[k]), o1 = fmaf(t, re[k], -im[k]);
-    s[2 * k] = exp2_fast(fmaf(c, o0, even[2 * k])) + exp2_fast(fmaf(-c, o0, even[2 * k]));
-    s[2 * k + 1] = exp2_fast(fmaf(c, o1, even[7 - 2 * k])) + exp2_fast(fmaf(-c, o1, even[7 - 2 * k]));
-  });
-  return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
-}
+// What is needed once for each tile. In registers it would take the room of what is needed often.
+struct alignas(16) Lane {
+  float own[2];  // token_sums
+  int entry;     // of the block table, for the tile behind the one whose records are on their way
+};
+struct alignas(16) ColumnPair {
+  float minus_forced[2];  // log-masses, in log2
+  __half* scores;         // of page 0
+};
+struct WarpConstants {
+  int4 start[4];           // kMagicBits, so that lanes may read it at the distance of their scales
+  Lane lane[32];
+  const uint8_t* records;  // of physical page 0
+  const int* entries;      // of the block table
+  float* partials;         // of this warp's tiles
+};
 
 // COLUMNS of a column tile: 8 query heads, or 4 that are put into the tensor core twice (its columns 4..7 repeat 0..3), so that lanes
 // q < 2 of a quad can finish page g and lanes q >= 2 page g + 8. TILES column tiles per warp. WEIGHTS_IN_REGISTERS: else in shared memory.
 // BLOCKED: the padded group has several blocks of these columns; a block has weights and scales as a kv head of its own would.
 template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS>
 struct ScoreShape {
+  static constexpr bool tensor_sums = COLUMNS == 8;               // token_sums, else token_sum
   static constexpr int lanes = COLUMNS * 4;                       // lanes with weights of their own
   static constexpr int vectors = kProducts / 2 * lanes;           // 16-byte vectors of weights of a column tile
   static constexpr int scales = kModes * COLUMNS / 2;             // float4 of a column tile
   static constexpr int padded = COLUMNS * TILES;
-  static constexpr int warp_bytes = (WEIGHTS_IN_REGISTERS ? 0 : TILES * vectors * 16) + TILES * (scales + COLUMNS / 2) * 16;
+  static constexpr int warp_bytes = (WEIGHTS_IN_REGISTERS ? 0 : TILES * vectors * 16) + TILES * (scales + COLUMNS / 2) * 16 + sizeof(WarpConstants);
 };
 
 template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS, int CTAS, bool BLOCKED>
@@ -119,10 +135,12 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   static_assert(TILES == 1 || !WEIGHTS_IN_REGISTERS, "two column tiles keep their weights in shared memory");
   extern __shared__ __align__(16) uint8_t shared[];
   allow_next_kernel();
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  // From one lane: so the compiler knows that what follows from it is the same in all lanes.
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   uint4* shared_weights = reinterpret_cast<uint4*>(shared + warp * Shape::warp_bytes);
-  // Of each column tile: scales and offsets of the modes, then, as if they were a 17th mode, the forced log-masses.
+  // Of each column tile: scales and offsets of the modes, then, as if they were a 17th mode, minus the forced log-masses in log2.
   float4* shared_scales = reinterpret_cast<float4*>(shared_weights) + (WEIGHTS_IN_REGISTERS ? 0 : TILES * Shape::vectors);
+  WarpConstants& constants = *reinterpret_cast<WarpConstants*>(shared_scales + TILES * (Shape::scales + COLUMNS / 2));
 
   // Neighbouring warps take the blocks of columns of the same records, and the heads of the same pages, whose records are neighbours in memory.
   const int index = blockIdx.x * kWarps + warp, pair = BLOCKED ? index / p.live_blocks : index, block = BLOCKED ? index - pair * p.live_blocks : 0;
@@ -139,23 +157,38 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   const int row = request * p.heads + head, columns = BLOCKED ? p.blocks * Shape::padded : Shape::padded, first_column = block * Shape::padded;
   const int weight_row = BLOCKED ? row * p.blocks + block : row;
 
-  // Pages past the end repeat the last page: its record is valid, its results are not written.
-  const BlockTable table{p.block_table + request * p.block_table_stride, p.page_shift};
-  auto page_of = [&](int tile, int half) { return min(tile * kTilePages + 8 * half + g, pages - 1); };
-  int entry[2];
-  auto look_up = [&](int tile) { entry[0] = table.entry(page_of(tile, 0)), entry[1] = table.entry(page_of(tile, 1)); };
+  // Of the 16 pages of a tile a lane looks up one: even lanes that of row g, odd ones that of row g + 8, which their neighbour needs too. Pages past
+  // the end repeat the last page: its record is valid, its results are not written.
+  int own_page = chunk * kTilePages + g + 8 * (q & 1);
+  const int last_page = pages - 1, stride = p.chunks * kTilePages;
+  const uint32_t page_bytes = p.heads * sketch::record_bytes;
+  const uint8_t* lane_records = p.records + head * sketch::record_bytes + 16 * q;
+  const int* entries = p.block_table + request * p.block_table_stride;
+  auto clamped = [&](int page) { return min(page, last_page); };
+  auto entry_at = [&](const int* table, int page) { return element(table, static_cast<uint32_t>(clamped(page)) >> p.page_shift, sizeof(int)); };
+  auto physical_page = [&](int entry, int page) { return BlockTable{nullptr, p.page_shift}.physical(entry, clamped(page)); };
   uint4 record[2][kRecordVectors];
-  auto load_records = [&](int tile) {
-    const uint8_t* from[2];
+  auto load_records = [&](const uint8_t* base, int entry, int page) {
+    const int physical = physical_page(entry, page);
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      from[h] = p.records + (static_cast<int64_t>(table.physical(entry[h], page_of(tile, h))) * p.heads + head) * sketch::record_bytes + 16 * q;
+    for (int h = 0; h < 2; ++h) {
+      const uint8_t* from = element(base, __shfl_sync(~0u, physical, h, 2), page_bytes);
 #pragma unroll
-    for (int j = 0; j < kRecordVectors; ++j) record[0][j] = load_record<BLOCKED>(from[0] + 64 * j), record[1][j] = load_record<BLOCKED>(from[1] + 64 * j);
+      for (int j = 0; j < kRecordVectors; ++j) record[h][j] = load_record<BLOCKED>(from + 64 * j);
+    }
   };
-  look_up(chunk);
-  load_records(chunk);
-  look_up(chunk + p.chunks);
+  // Records of the tiles behind the first go to the L2 cache while the kernel ahead still runs: the memory would have nothing to do until the products
+  // of the first tile are done. A lane asks for one of the two lines of 128 bytes of a record.
+  constexpr int kAhead = BLOCKED ? 0 : kTilesAhead;
+  int first_entry[1 + kAhead];
+#pragma unroll
+  for (int i = 0; i <= kAhead; ++i) first_entry[i] = load_here(entry_at(entries, own_page + i * stride));
+  copy_int(&constants.lane[lane].entry, entry_at(entries, own_page + stride));
+  load_records(lane_records, first_entry[0], own_page);
+  if (p.settled && chunk * kTilePages + stride < pages)
+#pragma unroll
+    for (int i = 1; i <= kAhead; ++i)
+      prefetch_line(element(lane_records - 16 * q + 128 * (q >> 1), physical_page(first_entry[i], own_page + i * stride), page_bytes));
   wait_previous_kernel();
 
   const int weight_lane = lane % Shape::lanes;
@@ -172,26 +205,36 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   for (int c = 0; c < TILES; ++c) {
     const float4* scales = p.scales + (static_cast<int64_t>(weight_row) * TILES + c) * Shape::scales;
     float4* to = shared_scales + c * (Shape::scales + COLUMNS / 2);
+    float4 of_modes[Shape::scales / 32];
 #pragma unroll
-    for (int i = 0; i < Shape::scales / 32; ++i) to[i * 32 + lane] = scales[i * 32 + lane];
+    for (int i = 0; i < Shape::scales / 32; ++i) of_modes[i] = scales[i * 32 + lane];
+    if constexpr (Shape::tensor_sums) contain_broken(of_modes);
+#pragma unroll
+    for (int i = 0; i < Shape::scales / 32; ++i) to[i * 32 + lane] = of_modes[i];
     if (lane < COLUMNS / 2) {
       const float2 forced = *reinterpret_cast<const float2*>(p.forced + static_cast<int64_t>(weight_row) * Shape::padded + c * COLUMNS + 2 * lane);
-      to[Shape::scales + lane] = make_float4(forced.x * kLog2E, forced.y * kLog2E, 0.f, 0.f);
+      __half* scores = p.scores + static_cast<int64_t>(static_cast<uint32_t>(row) * p.capacity) * columns + first_column + c * COLUMNS + 2 * lane;
+      reinterpret_cast<ColumnPair&>(to[Shape::scales + lane]) = {{forced.x * -kLog2E, forced.y * -kLog2E}, scores};
     }
   }
-  __syncwarp();
 
   // Values of this lane: (column tile, page half, column) for 8 columns; two columns of one page for 4.
   constexpr int kValues = COLUMNS == 8 ? 4 : 2, kAll = TILES * kValues;
   const bool low = q < 2;
   const int column_pair = COLUMNS == 8 ? q : q & 1;
+  // Of the results of a product lane q has the columns 2 q and 2 q + 1. Of a second factor lane (g, q) holds the places q and q + 4 of column g.
+  constants.lane[lane].own[0] = g == 2 * q ? 1.f : 0.f, constants.lane[lane].own[1] = g == 2 * q + 1 ? 1.f : 0.f;
+  if (lane == 0) constants.entries = entries, constants.records = p.records + head * sketch::record_bytes;
+  if (lane == 0) constants.partials = p.partials + (static_cast<int64_t>(row) * p.chunks + chunk) * columns + first_column;
+  if (lane < 4) constants.start[lane] = make_int4(kMagicBits, kMagicBits, kMagicBits, kMagicBits);
+  __syncwarp();
   float mass[TILES][2] = {};
-  const uint32_t first_page = static_cast<uint32_t>(row) * p.capacity;
   const float4* lane_scales = shared_scales + column_pair;
 
-  for (int tile = chunk; tile * kTilePages < pages; tile += p.chunks) {
+  for (int tiles = __shfl_sync(~0u, ceil_div(ceil_div(pages, kTilePages) - chunk, p.chunks), 0); tiles > 0; --tiles) {
     asm volatile("" ::: "memory");  // or the weights in shared memory are hoisted into registers
     int sum[TILES][kModes][4];
+    const int4 start = constants.start[column_pair];
     uint4 fragment[TILES][kProducts / 2];
     auto product = [&](auto which) {
       constexpr int i = decltype(which)::value;
@@ -201,12 +244,12 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
       for (int c = 0; c < TILES; ++c) {
         if constexpr (WEIGHTS_IN_REGISTERS) fragment[c][i / 2] = register_weights[i / 2];
         else if constexpr (i % 2 == 0) fragment[c][i / 2] = shared_weights[c * Shape::vectors + i / 2 * Shape::lanes + weight_lane];
-        multiply<o.first>(sum[c][o.mode], component<o.word % 4>(record[0][o.word / 4]) & mask, component<o.word % 4>(record[1][o.word / 4]) & mask,
+        multiply<o.first>(sum[c][o.mode], start, component<o.word % 4>(record[0][o.word / 4]) & mask, component<o.word % 4>(record[1][o.word / 4]) & mask,
                           component<o.word % 4 + 1>(record[0][o.word / 4]) & mask, component<o.word % 4 + 1>(record[1][o.word / 4]) & mask,
                           component<2 * (i % 2)>(fragment[c][i / 2]), component<2 * (i % 2) + 1>(fragment[c][i / 2]));
       }
     };
-    // Value of a mode, scaled for the inverse transform, in units of log2.
+    // Value of a mode, scaled for the inverse transform, in units of log2; mode 0, which has no part in it, in nats.
     auto mode_value = [&](int mode, float (&z)[kAll]) {
 #pragma unroll
       for (int c = 0; c < TILES; ++c) {
@@ -231,45 +274,57 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
     }
     if constexpr (WEIGHTS_IN_REGISTERS) __syncwarp();  // the odd products may not start before the even accumulators are free
     unrolled<kProducts - kSketchProgram.even>([&](auto which) { product(std::integral_constant<int, kSketchProgram.even + decltype(which)::value>{}); });
-    if ((tile + p.chunks) * kTilePages < pages) {
-      load_records(tile + p.chunks);
-      look_up(tile + 2 * p.chunks);
+    if (tiles > 1) {
+      wait_copies();
+      load_records(constants.records + 16 * q, constants.lane[lane].entry, own_page + stride);
+      copy_int(&constants.lane[lane].entry, entry_at(constants.entries, own_page + 2 * stride));
     }
     __syncwarp();  // keeps ptxas from sinking the loads behind the exponentials
+    const float own[2] = {constants.lane[lane].own[0], constants.lane[lane].own[1]};
     {
       float z1[kAll], z3[kAll], z5[kAll], z7[kAll], z9[kAll], z11[kAll], z13[kAll], z15[kAll];
       mode_value(1, z1), mode_value(3, z3), mode_value(5, z5), mode_value(7, z7), mode_value(9, z9), mode_value(11, z11);
       mode_value(13, z13), mode_value(15, z15);
+      const auto odd = [&](int v) { return odd_part(z1[v], z3[v], z5[v], z7[v], z9[v], z11[v], z13[v], z15[v]); };
+      if constexpr (Shape::tensor_sums) {
 #pragma unroll
-      for (int v = 0; v < kAll; ++v) total[v] = odd_sum(even[v], z1[v], z3[v], z5[v], z7[v], z9[v], z11[v], z13[v], z15[v]);
+        for (int c = 0; c < TILES; ++c) {
+          const OddPart of_tile[4] = {odd(4 * c), odd(4 * c + 1), odd(4 * c + 2), odd(4 * c + 3)};
+          token_sums(total + 4 * c, even + 4 * c, of_tile, own);
+        }
+      } else {
+#pragma unroll
+        for (int v = 0; v < kAll; ++v) total[v] = token_sum(even[v], odd(v));
+      }
     }
     // The largest token lies at most 2^128 above the page's mean logit, which is mode 0: without it no exponential overflows in practice.
-    float score[kAll];  // in units of log2
+    float score[kAll];
 #pragma unroll
-    for (int v = 0; v < kAll; ++v) score[v] = mean[v] + fminf(log2_fast(total[v]), 128.f);
-    auto finish = [&](int page, int c, float x, float y) {
+    for (int v = 0; v < kAll; ++v) score[v] = fmaf(fminf(log2_fast(total[v]), 128.f), kLn2, mean[v]);
+    const int page = own_page & ~8;
+    auto finish = [&](int half, int c, float x, float y) {
       // NaN becomes the largest score here and in the sums: a broken estimate may cost time, never quality.
-      __half2 h = __floats2half2_rn(x * kLn2, y * kLn2);
+      __half2 h = __floats2half2_rn(x, y);
       h = __hmax2(__hmin2(h, __float2half2_rn(60000.f)), __float2half2_rn(-60000.f));
-      const int64_t at = static_cast<int64_t>(first_page + page) * columns + first_column + c * COLUMNS + 2 * column_pair;
-      if (page < pages) *reinterpret_cast<__half2*>(p.scores + at) = h;
-      const float4 forced = lane_scales[c * (Shape::scales + COLUMNS / 2) + Shape::scales];
+      const ColumnPair& of = reinterpret_cast<const ColumnPair&>(lane_scales[c * (Shape::scales + COLUMNS / 2) + Shape::scales]);
+      const bool written = page + 8 * half < pages;
+      if (written) store_scores(element(of.scores, page, columns * sizeof(__half)) + 8 * half * columns, h);
       constexpr float cap = 83.f * kLog2E;
-      const float mx = exp2_fast(fminf(x - forced.x, cap)), my = exp2_fast(fminf(y - forced.y, cap));
-      const bool candidate = page >= p.sink_pages && page < pages;
-      mass[c][0] += candidate ? mx : 0.f, mass[c][1] += candidate ? my : 0.f;
+      const float mx = exp2_fast(fminf(fmaf(x, kLog2E, of.minus_forced[0]), cap)), my = exp2_fast(fminf(fmaf(y, kLog2E, of.minus_forced[1]), cap));
+      if (written && page + 8 * half >= p.sink_pages) mass[c][0] += mx, mass[c][1] += my;
     };
-    const int page = tile * kTilePages + g;
 #pragma unroll
     for (int c = 0; c < TILES; ++c) {
       if constexpr (COLUMNS == 8) {
-        finish(page, c, score[4 * c], score[4 * c + 1]);
-        finish(page + 8, c, score[4 * c + 2], score[4 * c + 3]);
+        finish(0, c, score[4 * c], score[4 * c + 1]);
+        finish(1, c, score[4 * c + 2], score[4 * c + 3]);
       } else {
-        finish(page + (low ? 0 : 8), 0, score[0], score[1]);
+        finish(low ? 0 : 1, 0, score[0], score[1]);
       }
     }
+    own_page += stride;
   }
+  wait_copies();  // the last one is not used
 #pragma unroll
   for (int c = 0; c < TILES; ++c)
 #pragma unroll
@@ -277,7 +332,7 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
       float m = mass[c][i];
 #pragma unroll
       for (int x = COLUMNS == 8 ? 4 : 2; x < 32; x <<= 1) m += __shfl_xor_sync(~0u, m, x);
-      if (lane < COLUMNS / 2) p.partials[(static_cast<int64_t>(row) * p.chunks + chunk) * columns + first_column + c * COLUMNS + 2 * column_pair + i] = m;
+      if (lane < COLUMNS / 2) constants.partials[c * COLUMNS + 2 * column_pair + i] = m;
     }
 }
 

@@ -64,17 +64,21 @@ __host__ __device__ constexpr double sketch_cosine(int k) {
 __host__ __device__ constexpr double sketch_tangent(int k) { return sketch_cosine(16 - k) / sketch_cosine(k); }
 
 // Factor of a mode's value before it enters the inverse transform of the score kernel: log2(e), the norm of the orthonormal DCT, and
-// the cosines of the rotations that act on single inputs.
+// the cosines of the rotations that act on single inputs. Mode 0 does not enter it: its part of the score is left in nats.
 __host__ __device__ constexpr double sketch_fold(int mode) {
-  const double norm = mode == 0 ? 0.25 : 0.35355339059327376;
+  if (mode == 0) return 0.25;
   const double rotation = mode == 5 || mode == 11 ? sketch_cosine(4)
                           : mode == 6 || mode == 7 || mode == 8 || mode == 9 || mode == 10 ? sketch_cosine(8)
                           : mode == 3 || mode == 13 ? sketch_cosine(12) : 1.0;
-  return norm * rotation * 1.4426950408889634;
+  return 0.35355339059327376 * rotation * 1.4426950408889634;
 }
 
 // The accumulators start from these bits, 1.5 x 2^23: an int32 sum below 2^22 then IS a float32 after the bits, with no conversion.
 constexpr int kMagicBits = 0x4B400000;
 constexpr float kMagic = 12582912.f;
+
+// With tiles of 8 columns the tensor core adds up the exponentials of a page's tokens, cut to 11 bits of mantissa. What that takes off the logarithm of
+// a sum, in nats: 2^-11 times the mean of 1 / m for mantissas m from 1 to 2 that are spread as those of exponentials are. Mode 0 gives it back.
+constexpr float kCutTerms = 3.5e-4f;
 
 }  // namespace kvskim
