@@ -17,13 +17,14 @@ from kvskim.bench.problem import Cache, Shape, record_pool, sketch_tables
 from kvskim.bench.timing import copy_bandwidth, time_graph
 from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.attend import attend
+from kvskim.ops.attend_plan import latent_tickets
 from kvskim.ops.cuda import score_sketch as cuda
+from kvskim.ops.cuda.attend_latent import attend_latent_cuda
 from kvskim.ops.join_query import join_query
 from kvskim.ops.latent_query import LatentQuery
 from kvskim.ops.score import score
 from kvskim.ops.select import select
 from kvskim.ops.step import StepSettings, decode_step
-from kvskim.ops.triton import attend as triton_attend
 from kvskim.ops.triton.attend import attend_triton
 from kvskim.ops.workspace import Workspace
 from kvskim.rules import RuleParameters
@@ -136,19 +137,20 @@ def run(name, problem, splits):
     whole = RuleParameters(rule="budget", budget_pages=128, min_pages=0, full_pages=p.pages)
     measure("whole step, all attended because short", p.step(whole)[0])
     if splits:
-        scratch = torch.empty(128 * p.requests * p.heads * (LATENT + 2), dtype=torch.float32, device="cuda")
-        kept = triton_attend.latent_form
-        for tile, warps, stages in ((2, 4, 2), (2, 8, 3), (4, 4, 2), (4, 8, 2), (4, 8, 3), (8, 8, 2)):
-            triton_attend.latent_form = lambda _, form=(tile, warps, stages): dict(zip(("TILE_PAGES", "num_warps", "num_stages"), form))
-            for count, share in ((16, 8), (32, 4), (64, 2)):
+        scratch = torch.empty(16 * p.requests * p.heads * (LATENT + 2), dtype=torch.float32, device="cuda")
+        tickets = torch.zeros(latent_tickets(p.requests, 1, p.heads), dtype=torch.int32, device="cuda")
+        for cluster in (1, 2, 4, 6, 7, 8, 11, 16):
+            for clusters, share in ((1, 16), (2, 16), (16, 16)):
                 for label, counts in (("128", p.counts), ("all", all_pages)):
-                    if label == "128" or share == 4:
-                        most = count if label == "128" else max(1, min(128, 264 // p.requests))
-                        measure(f"  attend {label}: tile {tile}, warps {warps}, stages {stages}, splits {most}", p.each(
-                            lambda t, i, most=most, share=share, counts=counts: attend_triton(
-                                p.query, p.cache, values, t, p.lengths, p.chosen[i], counts, p.out, None, scratch, most, share, SCALE, 0.0, 1.0, 1.0,
-                                True, True)))
-        triton_attend.latent_form = kept
+                    measure(f"  attend {label}: clusters of at most {cluster}, up to {clusters} of them", p.each(
+                        lambda t, i, plan=(cluster, clusters, share), counts=counts: attend_latent_cuda(
+                            p.latent, p.rotary, p.cache, t, p.lengths, p.chosen[i], counts, p.out, None, scratch, tickets, *plan, False, SCALE, 0.0, 1.0,
+                            1.0, True)))
+        partials = torch.empty(64 * p.requests * p.heads * (LATENT + 2), dtype=torch.float32, device="cuda")
+        most = max(1, min(64, 264 // p.requests))
+        measure(f"  attend 128, Triton, {most} splits", p.each(
+            lambda t, i: attend_triton(
+                p.query, p.cache, values, t, p.lengths, p.chosen[i], p.counts, p.out, None, partials, most, 4, SCALE, 0.0, 1.0, 1.0, True, True)))
     print(f"\n== {name}, {p.heads} heads; threshold selects {pages:.0f} pages of {p.pages}")
     for label, us in rows:
         print(f"  {us:8.2f}  {label}")

@@ -11,7 +11,15 @@ import torch
 
 from attend_data import Buffers, Case, check, expected, make_case, run
 from kvskim.ops.attend import attend
-from kvskim.ops.attend_plan import MAXIMUM_CLUSTER, MAXIMUM_SPLITS, PER_MULTIPROCESSOR, attend_cluster, attend_plan, attend_scratch_sizes
+from kvskim.ops.attend_plan import (
+    MAXIMUM_CLUSTER,
+    MAXIMUM_SPLITS,
+    PER_MULTIPROCESSOR,
+    attend_cluster,
+    attend_plan,
+    attend_scratch_sizes,
+    latent_plan,
+)
 
 LENGTHS = [0, 1, 15, 16, 17, 31, 32, 33, 200]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -170,6 +178,27 @@ def test_clusters_fill_the_gpu_and_run_at_once() -> None:
     assert attend_cluster(1, 1, 64, multiprocessors) == 16  # a short request, however few the rows
     assert attend_cluster(1, 1, 262144, multiprocessors) == 1  # needs more splits than a cluster has
     assert attend_cluster(32, 8, 8192, multiprocessors) == 1
+
+
+def test_clusters_of_latent_attention_fill_the_gpu_and_fit_the_scratch() -> None:
+    multiprocessors = 132
+    for rows in range(1, 400):
+        for capacity in (1, 3, 64, 8192, 262144):
+            plan = latent_plan(rows, 1, capacity, multiprocessors)
+            assert plan == latent_plan(1, rows, capacity, multiprocessors)
+            assert 1 <= plan.cluster <= min(MAXIMUM_CLUSTER, capacity)
+            assert plan.clusters == 1 or (plan.clusters - 1) * plan.cluster * plan.pages_per_split < capacity
+            blocks = rows * plan.cluster * plan.clusters
+            assert plan.crowded == (rows > multiprocessors)
+            assert blocks <= multiprocessors or plan.crowded
+            if capacity >= 8192 and rows <= 4 * multiprocessors:
+                assert 2 * blocks > multiprocessors  # more than half of it
+            floats, tickets = attend_scratch_sizes(rows, 1, 40, 512, capacity, multiprocessors)
+            assert tickets == rows * 3 * MAXIMUM_CLUSTER
+            assert floats >= rows * 40 * 514
+    assert latent_plan(16, 1, 4096, multiprocessors).cluster == 8
+    assert latent_plan(1, 1, 8192, multiprocessors).clusters == 8  # a whole long request
+    assert latent_plan(300, 1, 8192, multiprocessors).clusters == 7  # long requests of a ragged batch
 
 
 def test_case_generator_makes_what_it_says() -> None:

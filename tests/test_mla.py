@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 from kvskim.engines.decode import DecodeSettings, decode_attention
 from kvskim.engines.decode_kernels import kernel_refusal
 from kvskim.layout import PAGE_TOKENS
-from kvskim.ops.attend import attend, attending_kernels, shares_rows
+from kvskim.ops.attend import attend, attending_kernels, serves_latent, shares_rows
 from kvskim.ops.join_query import join_query
 from kvskim.ops.latent_query import LatentQuery, joined
 from kvskim.ops.score import reads_parts, score, scorer
@@ -282,6 +282,26 @@ def test_cuda_leaves_to_triton_what_it_has_no_kernels_for() -> None:
     assert attending_kernels("cuda", 8, 128, 128) == "cuda"
     assert attending_kernels("cuda", 8, 576, 512) == attending_kernels("cuda", 17, 128, 128) == "triton"
     assert attending_kernels("torch", 8, 576, 512) == "torch"
+
+
+def test_cuda_attends_latent_rows_that_it_can_copy() -> None:
+    cache = torch.zeros(3, 16, 1, 584, dtype=torch.bfloat16)[..., :576]
+    out = torch.zeros(2, 16, 512, dtype=torch.bfloat16)
+    query = torch.zeros(2, 16, 576, dtype=torch.bfloat16)
+    parts = in_parts(query, 512)
+    assert serves_latent(query, cache, cache[..., :512], out)
+    assert serves_latent(parts, cache, cache[..., :512], out)
+    assert serves_latent(query.repeat(1, 8, 1), cache, cache[..., :512], out)
+    assert not serves_latent(query.repeat(1, 9, 1), cache, cache[..., :512], out)
+    assert not serves_latent(query, cache, cache[..., :512].clone(), out)
+    assert not serves_latent(query.float(), cache.float(), cache.float()[..., :512], out.float())
+    assert not serves_latent(query[..., :448], cache[..., :448], cache[..., :384], out[..., :384])
+    odd = torch.zeros(3, 16, 1, 580, dtype=torch.bfloat16)[..., :576]
+    assert not serves_latent(query, odd, odd[..., :512], out)
+    shifted = torch.zeros(2, 16, 577, dtype=torch.bfloat16)
+    assert not serves_latent(shifted[..., 1:], cache, cache[..., :512], out)
+    assert not serves_latent(LatentQuery(parts.latent, shifted[..., 1:65]), cache, cache[..., :512], out)
+    assert not serves_latent(query, cache, cache[..., :512], torch.zeros(2, 16, 514, dtype=torch.bfloat16)[..., :512])
 
 
 def test_float8_latent_rows_are_refused() -> None:

@@ -16,6 +16,7 @@ OPERATORS = {
     ("score_pages", "cuda_score_pages"): {"scores", "partials"},
     ("select", "cuda_select"): {"pages", "counts", "covered", "keys"},
     ("attend", "attend"): {"out", "lse", "partials", "tickets"},
+    ("attend_latent", "attend_latent"): {"out", "lse", "partials", "tickets"},
     ("encode", "cuda_encode_sketch"): {"records"},
     ("encode", "cuda_encode_pages"): {"records"},
 }

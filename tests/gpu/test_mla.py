@@ -159,7 +159,8 @@ def test_encode_of_latent_rows(kernels: str) -> None:
     assert float(differing) < 0.02
 
 
-def test_addresses_beyond_32_bits() -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_addresses_beyond_32_bits(kernels: str) -> None:
     """A cache of more than 2^32 elements, whose last blocks are used."""
     blocks = 2**32 // (64 * 576) + 64
     small = make_latent_batch("sketch", [250], group=16, dtype=torch.bfloat16, block_size=64)
@@ -174,4 +175,4 @@ def test_addresses_beyond_32_bits() -> None:
     table[0, :4] = used.int()
     moved: dict[str, Any] = dict(key_cache=cache, value_cache=cache[..., :512], records=records, block_table=table)
     far = type(far)(**{**far.__dict__, **moved})
-    check_step(far, small, RuleParameters(rule="budget", budget_pages=8, min_pages=0), kernels="triton")
+    check_step(far, small, RuleParameters(rule="budget", budget_pages=8, min_pages=0), kernels=kernels)

@@ -17,9 +17,21 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvskim.layout import LARGEST_GROUP, PAGE_TOKENS
-from kvskim.ops.attend_plan import LATENT_SHARE, SHORT_SHARE, AttendPlan, attend_cluster, attend_plan, head_blocks
-from kvskim.ops.latent_query import LatentQuery, Query, joined, rows_are_contiguous
+from kvskim.layout import LARGEST_GROUP, PAGE_TOKENS, ceil_div
+from kvskim.ops.attend_plan import (
+    LATENT_DIM,
+    LATENT_HEADS,
+    LATENT_SHARE,
+    LATENT_VALUE_DIM,
+    SHORT_SHARE,
+    AttendPlan,
+    attend_cluster,
+    attend_plan,
+    head_blocks,
+    latent_plan,
+    latent_tickets,
+)
+from kvskim.ops.latent_query import LatentQuery, Query, joined, parts_of, rows_are_contiguous
 from kvskim.ops.torch_attend import attend_torch
 
 Kernels = Literal["cuda", "triton", "torch"]
@@ -29,6 +41,9 @@ CUDA_HEAD_DIMS = (64, 96, 128, 256)
 
 CUDA_GROUP = 16
 """Most query heads per kv head that the CUDA kernel takes."""
+
+CUDA_LATENT_GROUP = 128
+"""The same of the CUDA kernel of latent attention."""
 
 USUAL_PAGES = 128
 """Pages of a selection that the thread blocks of the CUDA kernel are shared out for, where page tables are shorter still."""
@@ -63,10 +78,10 @@ def attend(
         scale: factor of the logits. softcap: 0 for none. k_scale, v_scale: value = stored * scale.
         out: ``[R, Hq, Dv]`` in the dtype of the query. lse: float32 ``[R, Hq]``, natural logarithm, or None.
         scratch: see `AttendScratch`; not needed by torch.
-        kernels: cuda, triton or torch. What the CUDA kernel does not serve at all, values of another width than the keys and groups of more
-            than 16 query heads, the Triton kernels attend under "cuda" too.
+        kernels: cuda, triton or torch. What the CUDA kernels do not serve at all, values of another width than the keys and groups of more
+            than 16 query heads, the Triton kernels attend under "cuda" too; but for latent attention with 512 + 64 channels, see `serves_latent`.
         overlap_previous: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch): the CUDA
-            kernel, and the Triton kernels of latent attention.
+            kernels, and the Triton kernels of latent attention.
 
     Raises:
         ValueError: an argument has another shape, dtype, stride or device than said here.
@@ -91,6 +106,11 @@ def attend(
         raise ValueError(f"the {kernels} kernels of attend need scratch buffers; pass scratch")
     if query.shape[0] == 0:
         return
+    if kernels == "cuda" and serves_latent(query, key_cache, value_cache, out):
+        _attend_latent(
+            query, key_cache, block_table, seq_lens, pages, counts, out, lse, scratch, scale, softcap, k_scale, v_scale, overlap_previous,
+        )
+        return
     plan = plan_of(query, key_cache, value_cache, block_table)
     splits = check_splits(query, key_cache, out, scratch, plan.splits)
     if attending_kernels(kernels, query.shape[1] // key_cache.shape[2], query.shape[2], value_cache.shape[3]) == "cuda":
@@ -113,8 +133,46 @@ def attend(
         )
 
 
+def _attend_latent(
+    query: Query, cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, out: Tensor, lse: Tensor | None,
+    scratch: AttendScratch, scale: float, softcap: float, k_scale: float, v_scale: float, overlap_previous: bool,
+) -> None:
+    from kvskim.ops.cuda.attend_latent import attend_latent_cuda
+
+    requests, query_heads, _ = query.shape
+    heads, group = cache.shape[2], query_heads // cache.shape[2]
+    capacity = block_table.shape[1] * (cache.shape[1] // PAGE_TOKENS)
+    plan = latent_plan(requests, heads * ceil_div(group, LATENT_HEADS), capacity, multiprocessor_count(query.device))
+    clusters = check_splits(query, cache, out, scratch, plan.clusters)
+    if scratch.attend_tickets.numel() < latent_tickets(requests, heads, group):
+        clusters = 1
+    first, *others = parts_of(query)
+    attend_latent_cuda(
+        first, others[0] if others else first[..., LATENT_VALUE_DIM:], cache, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials,
+        scratch.attend_tickets, plan.cluster, clusters, plan.pages_per_split, plan.crowded, scale, softcap, k_scale, v_scale, overlap_previous,
+    )
+
+
+def serves_latent(query: Query, key_cache: Tensor, value_cache: Tensor, out: Tensor) -> bool:
+    """Whether the CUDA kernel of latent attention takes these: values that are the first 512 of the 576 channels of the keys, in the same memory, rows
+    that begin where its copies need it, and at most 128 query heads."""
+    return (
+        shares_rows(key_cache, value_cache) and (key_cache.shape[3], value_cache.shape[3]) == (LATENT_DIM, LATENT_VALUE_DIM)
+        and query.dtype in (torch.bfloat16, torch.float16) and key_cache.dtype == query.dtype
+        and query.shape[1] // key_cache.shape[2] <= CUDA_LATENT_GROUP
+        and _aligned(key_cache, 16) and _aligned(out, 8) and all(_aligned(part, 4) for part in parts_of(query))
+    )
+
+
+def _aligned(tensor: Tensor, unit: int) -> bool:
+    """Whether all rows begin at multiples of so many bytes."""
+    size = tensor.element_size()
+    strides = zip(tensor.stride()[:-1], tensor.shape)
+    return tensor.data_ptr() % unit == 0 and all(extent <= 1 or stride * size % unit == 0 for stride, extent in strides)
+
+
 def attending_kernels(kernels: str, group: int, head_dim: int, value_dim: int) -> str:
-    """Which kernels really attend: under "cuda", values of another width than the keys and groups of more than 16 are Triton's."""
+    """Which kernels really attend what is not latent: under "cuda", values of another width than the keys and groups of more than 16 are Triton's."""
     return "triton" if kernels == "cuda" and (group > CUDA_GROUP or value_dim != head_dim) else kernels
 
 
@@ -235,8 +293,7 @@ def check_cuda(query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tenso
     if query.shape[2] not in CUDA_HEAD_DIMS:
         raise ValueError(f"head dim {query.shape[2]}; the CUDA kernel takes {', '.join(map(str, CUDA_HEAD_DIMS))}, use kernels='triton'")
     for name, tensor, unit in (("query", query, 8), ("key_cache", key_cache, 16), ("value_cache", value_cache, 16), ("out", out, 8)):
-        size = tensor.element_size()
-        if tensor.data_ptr() % unit or any(stride * size % unit for stride, extent in zip(tensor.stride()[:-1], tensor.shape) if extent > 1):
+        if not _aligned(tensor, unit):
             raise ValueError(f"rows of {name} must begin at multiples of {unit} bytes")
 
 

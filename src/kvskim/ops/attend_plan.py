@@ -31,6 +31,14 @@ CLUSTERED_PER_MULTIPROCESSOR = 1
 CLUSTER_SHARE = 32
 """Most pages of a thread block of a cluster when clusters leave more than half of the GPU idle: a longer request gets more splits instead."""
 
+LATENT_DIM, LATENT_VALUE_DIM = 576, 512
+"""Channels of keys and of values that the CUDA kernel of latent attention is written for."""
+
+LATENT_HEADS = 16
+"""Query heads of one thread block of that kernel."""
+
+LATENT_SPLIT = 16
+"""Pages of a thread block of that kernel that are worth another cluster of them while the GPU is not full."""
 
 LARGEST_HEAD_BLOCK = 64
 """Most query heads that one program attends for: their sums of values stay in registers."""
@@ -92,9 +100,44 @@ def attend_cluster(requests: int, heads: int, page_capacity: int, multiprocessor
     return cluster if fills or page_capacity <= cluster * CLUSTER_SHARE else 1
 
 
+@dataclass(frozen=True)
+class LatentPlan:
+    """Thread blocks of the CUDA kernel of latent attention: ``cluster`` to a cluster, up to ``clusters`` of them for a (request, kv head, 16 query heads).
+
+    The device uses as many clusters as ``count / (cluster * pages_per_split)``; the launch makes clusters smaller, and unless ``crowded`` fewer, until
+    all run at once.
+    """
+
+    cluster: int
+    clusters: int
+    pages_per_split: int
+    crowded: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def latent_plan(requests: int, heads: int, page_capacity: int, multiprocessors: int) -> LatentPlan:
+    """As `attend_plan`, for the CUDA kernel of latent attention. ``heads``: kv heads, times blocks of `LATENT_HEADS` query heads.
+
+    A cluster merges through shared memory; only what is longer than a usual selection is shared by several clusters, which merge through global memory.
+    """
+    rows = max(requests * heads, 1)
+    if rows > multiprocessors:
+        clusters = min(8, 8 * PER_MULTIPROCESSOR * multiprocessors // rows, ceil_div(page_capacity, LONG_SHARE))
+        return LatentPlan(1, max(1, clusters), LONG_SHARE, crowded=True)
+    cluster = max(1, min(multiprocessors // rows, MAXIMUM_CLUSTER, page_capacity))
+    clusters = min(multiprocessors // (rows * cluster), ceil_div(page_capacity, cluster * LATENT_SPLIT))
+    return LatentPlan(cluster, max(1, clusters), LATENT_SPLIT, crowded=False)
+
+
+def latent_tickets(requests: int, heads: int, group: int) -> int:
+    """Elements of ``scratch.attend_tickets`` that clusters which share a request need."""
+    return requests * heads * ceil_div(group, LATENT_HEADS) * MAXIMUM_CLUSTER
+
+
 @functools.lru_cache(maxsize=256)
 def attend_scratch_sizes(requests: int, heads: int, group: int, value_dim: int, page_capacity: int, multiprocessors: int) -> tuple[int, int]:
     """Elements of ``scratch.attend_partials`` (float32) and ``scratch.attend_tickets`` (int32) for any batch of up to ``requests`` rows."""
     blocks = heads * head_blocks(group)
     most = max(rows * heads * attend_plan(rows, blocks, page_capacity, multiprocessors).splits for rows in range(1, max(requests, 1) + 1))
-    return most * group * (value_dim + 2), max(requests, 1) * heads
+    tickets = latent_tickets(max(requests, 1), heads, group) if value_dim == LATENT_VALUE_DIM else max(requests, 1) * heads
+    return most * group * (value_dim + 2), tickets
