@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvskim.layout import padded_group
 from kvskim.ops import score as op
+from kvskim.ops.write_cache import write_cache
 from kvskim.selectors.sketch import Sketch
 from mla_data import in_parts
 from sketch_cases import SketchCase, compare
@@ -39,12 +40,12 @@ def make_case(kernels: str, **settings: Any) -> SketchCase:
 
 def run(
     case: SketchCase, kernels: str, scratch: Any = None, out: dict[str, Tensor] | None = None, overlap: bool = False, settled: bool = False,
-    full_pages: int = 0,
+    full_pages: int = 0, queries_settled: bool = False,
 ) -> dict[str, Tensor]:
     out = case.outputs() if out is None else out
     op.score(
         Sketch(case.record_bytes), case.tables, **case.inputs, **case.settings(), **out, scratch=scratch or case.scratch(), kernels=kernels,
-        overlap=overlap, settled=settled, full_pages=full_pages,
+        overlap=overlap, settled=settled, full_pages=full_pages, queries_settled=queries_settled,
     )
     return out
 
@@ -119,6 +120,24 @@ def test_a_block_of_query_heads_is_scored_as_if_it_were_alone() -> None:
         part = run(alone, "cuda")
         for name in out:
             assert torch.equal(out[name][..., first : first + 16].nan_to_num(-7.0), part[name].nan_to_num(-7.0)), (name, first)
+
+
+@cuda_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [320, 576])
+@pytest.mark.parametrize("group", [16, 40])
+def test_long_rows_in_a_batch_are_scored_as_in_any_other(group: int, dim: int, dtype: torch.dtype) -> None:
+    """Every bit, from a request to more than the GPU has room for at once: more columns are prepared by a block as the batch grows."""
+    lengths = [700] + [(53 * r) % 400 for r in range(39)]
+    case = make_case("cuda", lengths=lengths, heads=1, group=group, dim=dim, dtype=dtype, seed=dim + group)
+    out = run(case, "cuda")
+    assert compare(case, out, score_tolerance=0.03) == []
+    for count in (1, 4, 12, 20):
+        part = make_case("cuda", lengths=lengths[:count], heads=1, group=group, dim=dim, dtype=dtype, seed=1, chunks=case.chunks)
+        own = {name: case.inputs[name][:count] for name in ("query", "block_table", "seq_lens")}
+        part.tables, part.inputs = case.tables, {**case.inputs, **own}
+        for name, tensor in run(part, "cuda").items():
+            assert torch.equal(tensor.nan_to_num(-7.0), out[name][:count].nan_to_num(-7.0)), (name, count)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -244,8 +263,16 @@ def test_graph_with_overlapped_launches_equals_eager(group: int, settled: bool) 
 @pytest.mark.parametrize("heads", [1, 5, 20])
 @pytest.mark.parametrize("requests", [1, 2, 5, 9, 16, 33])
 def test_every_split_of_the_preparation(requests: int, heads: int, dtype: torch.dtype) -> None:
-    """One, two and four column tiles a CTA, one and two requests a CTA of always-attended pages, slices that the batch does not fill."""
+    """One, two, four and eight column tiles a CTA, one and two requests a CTA of always-attended pages, slices that the batch does not fill."""
     check_split(requests, heads, 64, dtype)
+
+
+@cuda_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [32, 96, 128])
+def test_eight_column_tiles_of_every_short_row(dim: int, dtype: torch.dtype) -> None:
+    """Queries of many requests pass through shared memory; the last requests fill no block."""
+    check_split(35, 9, dim, dtype)
 
 
 @cuda_only
@@ -287,6 +314,45 @@ def test_a_query_written_by_the_preceding_kernel_is_seen() -> None:
         torch.cuda.synchronize()
         for name in out:
             assert torch.equal(out[name].nan_to_num(-7.0), wanted[name].nan_to_num(-7.0)), name
+
+
+@cuda_only
+@pytest.mark.parametrize(("group", "dim", "dtype"), [(4, 128, torch.bfloat16), (8, 128, torch.float16), (16, 576, torch.bfloat16), (40, 96, torch.bfloat16)])
+def test_queries_may_be_read_while_the_keys_are_written(group: int, dim: int, dtype: torch.dtype) -> None:
+    """The kernel ahead writes the newest keys, the one before that the queries; twenty steps back to back in a graph, none waits for the host."""
+    lengths = [3000, 17, 9000, 0, 40]
+    case = make_case("cuda", lengths=lengths, heads=1 if dim == 576 else 2, group=group, dim=dim, dtype=dtype)
+    wanted = run(case, "cuda")
+    query, keys = case.inputs["query"].clone(), case.inputs["key_cache"]
+    live = [r for r, length in enumerate(lengths) if length]
+    slots = torch.tensor(
+        [int(case.inputs["block_table"][r, (lengths[r] - 1) // 16]) * 16 + (lengths[r] - 1) % 16 for r in live], dtype=torch.int64, device=DEVICE,
+    )
+    newest, values, scratch = keys.flatten(0, 1)[slots], torch.zeros_like(keys), case.scratch()
+    outputs = [case.outputs() for _ in range(20)]
+
+    def steps() -> None:
+        for out in outputs:
+            case.inputs["query"].fill_(torch.nan)
+            keys.flatten(0, 1).index_fill_(0, slots, 0.0)
+            case.inputs["query"].copy_(query)
+            assert write_cache(newest, newest, keys, values, slots, kernels="cuda", overlap=True)
+            run(case, "cuda", scratch, out, overlap=True, settled=True, queries_settled=True)
+
+    steps()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps()
+    for _ in range(3):
+        for out in outputs:
+            for tensor in out.values():
+                tensor.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for index, out in enumerate(outputs):
+            for name in out:
+                assert torch.equal(out[name].nan_to_num(-7.0), wanted[name].nan_to_num(-7.0)), f"{name} of step {index}"
 
 
 @cuda_only

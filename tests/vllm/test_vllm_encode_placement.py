@@ -303,6 +303,36 @@ def test_only_steps_of_decode_rows_alone_write_keys_with_the_kernel_that_lets_ot
         assert all(torch.equal(actual, wanted) for actual, wanted in zip(*results, strict=True))
 
 
+def test_the_step_behind_that_write_reads_its_queries_early_and_no_other(monkeypatch):
+    engine, told, serves = MiniEngine(FEW), [], [True]
+    decode_step, write = state_module.decode_step, engine.state.write
+
+    def seen(*tensors, queries_settled, **settings):
+        told.append(queries_settled)
+        decode_step(*tensors, queries_settled=queries_settled, **settings)
+
+    def served(*tensors, kernels, overlap):
+        return serves[0] and write_cache(*tensors, kernels="torch")
+
+    def write_as_on_a_gpu(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.state, "kernels", Choice("cuda", ""))
+            return write(*arguments)
+
+    monkeypatch.setattr(state_module, "decode_step", seen)
+    monkeypatch.setattr(state_module, "write_cache", served)
+    monkeypatch.setattr(engine.state, "write", write_as_on_a_gpu)
+    monkeypatch.setattr(engine.state, "rows", 2)
+    requests = [Request(seed) for seed in (5, 6, 7)]
+    engine.step([(request, 40) for request in requests])
+    for serves[0], scheduled, wanted in (
+        (True, [1, 1, 1], [True, False]), (True, [1, 1, 30], [False]), (False, [1, 1, 1], [False, False]), (True, [1], [True]),
+    ):
+        told.clear()
+        engine.step(list(zip(requests, scheduled)))
+        assert told == wanted * len(engine.layers), "of each part of the rows in turn"
+
+
 def test_the_write_that_lets_others_in_is_the_cuda_kernel_or_nothing(monkeypatch):
     engine = MiniEngine(FEW)
     layer = next(iter(engine.state.layers.values()))

@@ -73,7 +73,8 @@ def chunk_count(requests: int, heads: int, group: int, page_capacity: int, multi
 def score(
     selector: Any, tables: Any, query: Query, key_cache: Tensor, records: Tensor, block_table: Tensor, seq_lens: Tensor, *, scale: float, softcap: float = 0.0,
     sink_pages: int, window_pages: int, k_scale: float = 1.0, scores: Tensor, base: Tensor, forced: Tensor, partials: Tensor,
-    scratch: ScoreScratch | None, kernels: str, full_pages: int = 0, overlap: bool = False, settled: bool = False, tier: HostTier | None = None,
+    scratch: ScoreScratch | None, kernels: str, full_pages: int = 0, overlap: bool = False, settled: bool = False, queries_settled: bool = False,
+    tier: HostTier | None = None,
 ) -> None:
     """Score the pages of every request of a decode batch.
 
@@ -96,7 +97,9 @@ def score(
         settled: with ``overlap``: records of candidate pages, block table and lengths were complete before the chain of overlapped launches
             began, so they may be read ahead. That holds in a step of decode rows of one token: a page that it completes is in the window of its row.
             For a row whose last token begins a page the last full page may be new all the same; the kernel waits for its record.
-            What the preceding kernel may write, queries and keys of the open page, is never read ahead.
+            What the preceding kernel may write, keys of the open page and, without ``queries_settled``, queries, is never read ahead.
+        queries_settled: with ``overlap``: the preceding kernel is `kvskim.ops.write_cache.write_cache`, and what wrote the queries and what used
+            ``scratch`` before were launched ahead of it. Then queries are read while it runs.
         tier: where ``key_cache`` is the keys of a tier in host memory: that tier. The kernels read pages that are hot from its hot cache.
 
     Raises:
@@ -120,10 +123,11 @@ def score(
         from kvskim.ops.cuda import score_sketch as cuda
 
         flags = (cuda.OVERLAP_PREVIOUS | (cuda.RECORDS_SETTLED if settled else 0)) if overlap else 0
+        early = cuda.QUERIES_SETTLED if overlap and queries_settled else 0
         first, *rest = parts_of(query)
         cuda.prepare_sketch(
             first, key_cache, tables.query_matrix, tables.slot_coefficient, tables.slot_digit, tables.mean, block_table, seq_lens,
-            scratch.sketch_weights, base, forced, scale, softcap, k_scale, sink_pages, window_pages, full_pages, flags,
+            scratch.sketch_weights, base, forced, scale, softcap, k_scale, sink_pages, window_pages, full_pages, flags | early,
             None if tier is None else tier.hot, None if tier is None else tier.directory, rest[0] if rest else None,
         )
         cuda.score_sketch(

@@ -45,12 +45,14 @@ def decode_step(
     settings: StepSettings, query: Query, key_cache: Tensor, values: Tensor | HostTier, records: Tensor, block_table: Tensor, seq_lens: Tensor, *,
     ready: Tensor, workspace: Workspace, buffers: StepBuffers, out: Tensor, lse: Tensor | None = None,
     fetching: FetchScratch | None = None, copies: bool = True, selected: Callable[[], None] | None = None,
+    queries_settled: bool = False,
 ) -> None:
     """Sparse attention of one query token per request; the selection stays in ``buffers``. Shapes as in the operations.
 
     values: the value cache, or the tier that holds values, or keys and values, in host memory; then ``fetching`` are the buffers of
         `kvskim.ops.fetch`, and of a tier with keys ``key_cache`` is its own.
     copies: False leaves the copies of fetched pages to `kvskim.ops.fetch.copy_fetched`.
+    queries_settled: the kernel ahead is `kvskim.ops.write_cache.write_cache`, and queries were complete before it, see `score`.
     selected: called when select is under way and attend is not: what the caller wants to run beside attention.
 
     Latent attention: one kv head, ``values`` the first channels of ``key_cache``, and the workspace made for the width of the values. The query may be
@@ -64,7 +66,7 @@ def decode_step(
         s.selector, s.tables, query, key_cache, records, block_table, seq_lens, scale=s.scale, softcap=s.softcap, sink_pages=s.sink_pages,
         window_pages=s.window_pages, k_scale=s.k_scale, scores=b.scores, base=b.base, forced=b.forced, partials=b.partials, scratch=workspace,
         kernels=s.kernels, full_pages=s.rule.full_pages, overlap=s.overlap, settled=s.settled,
-        tier=values if isinstance(values, HostTier) and values.with_keys else None,
+        queries_settled=queries_settled, tier=values if isinstance(values, HostTier) and values.with_keys else None,
     )
     select(
         b.scores, b.base, b.forced, b.partials, seq_lens, group=workspace.group, rule=s.rule, sink_pages=s.sink_pages, window_pages=s.window_pages,

@@ -21,7 +21,7 @@ def write_cache(
         slot_mapping: int64 ``[T]``, ``block * block_size + token in block``; -1: padding, which writes nothing. No slot occurs twice.
         kernels: cuda or torch. There is no Triton kernel.
         overlap: cuda: the launch may begin before the kernel ahead of it in the stream has ended, which must not be the one that writes
-            ``slot_mapping``. The kernel behind it may begin early in any case, if it is launched so.
+            ``slot_mapping``. The kernel behind it may begin early in any case, if it is launched so, but not before the kernels ahead have ended.
 
     Returns:
         whether the rows were written. False: the cache has another dtype, or rows are not pieces of 16 bytes at multiples of 16 bytes (cuda).

@@ -71,6 +71,8 @@ class LayerState:
     """Values, or keys and values, in host memory: which of them are hot; see `tier.HostCache`."""
     tier: HostTier | None = None
     """Where they are, as soon as the residency is bound."""
+    wrote: bool = False
+    """The kernel launched last is the one of `SkimState.write`, for this layer."""
 
     @property
     def group(self) -> int:
@@ -307,6 +309,7 @@ class SkimState:
         if not written and not self._said_vllm_writes:
             self._said_vllm_writes = True
             self.log(f"vLLM writes the keys of decode steps, and decode kernels wait for it: {key.dtype} in a cache of {kv_cache.dtype}, or rows not aligned")
+        layer.wrote = written
         return written
 
     def keys_written(self, layer: LayerState, slot_mapping: Tensor, *, alone: bool) -> None:
@@ -358,7 +361,10 @@ class SkimState:
                 self._settings_for(layer, rows.stop - rows.start, key_cache, alone), query[rows], key_cache, values, records, block_table[rows],
                 seq_lens[rows], ready=self.ready, workspace=workspace, buffers=buffers, out=out[rows], fetching=fetching,
                 copies=not aside, selected=self.encode_order.selected,
+                # vLLM has the keys written when the queries are complete; of parts of a query that are still multiplied it does not say so.
+                queries_settled=layer.wrote and alone and isinstance(query, Tensor),
             )
+            layer.wrote = False
         if aside:
             assert isinstance(values, HostTier)
             assert fetching is not None

@@ -23,6 +23,9 @@ enum LaunchFlags {
   // Records, block table and lengths that this launch reads were complete before the kernel ahead of it began, so they may be read before
   // it has ended.
   kRecordsSettled = 2,
+  // The queries that this launch reads were complete, and all that reads what this launch writes had ended, before the kernel ahead of it let it begin
+  // (allow_next_kernel). So it may read the one and write the other before that kernel has ended.
+  kQueriesSettled = 4,
 };
 
 // ---- programmatic dependent launch: both are no-ops in an ordinary launch ----

@@ -6,12 +6,14 @@
 //   W[slot] = w[slot_coefficient] 4^slot_digit;  a = max_mode |W| / 127;  W8 = round(W / a), halves to even
 //   base    = scale * mean . q;   forced = log sum over tokens of the first and last pages of exp(logit) - base
 //
-// What bounds it is latency: every CTA has one chain of loads after the wait for the kernel ahead, and all CTAs fit the machine at once.
+// What bounds it is latency: every CTA has one chain of loads, all but the first part of it after the wait for the kernel ahead, and all CTAs fit the
+// machine at once. With kQueriesSettled only the keys of the always-attended pages wait.
 // The first CTAs of a head do the always-attended pages of one or two requests; each of the others five half rows of a slice of columns.
 #include <type_traits>
 
+#include "attend_occupancy.cuh"
 #include "prepare_sketch_forced.cuh"
-#include "prepare_sketch_weights.cuh"
+#include "prepare_sketch_halves.cuh"
 
 namespace kvskim {
 namespace {
@@ -28,6 +30,17 @@ __global__ void __launch_bounds__(kPrepareThreads, LONG ? 1 : 2) prepare_sketch_
   prepare_weights<HALF, TILES, LONG>(p, rest - slice * kBundles, heads, slice * 8 * TILES);
 }
 
+// Long rows, by pairs of CTAs along z.
+template <bool HALF, int OWN>
+__global__ void __launch_bounds__(kPrepareThreads, 1) prepare_sketch_halves_kernel(const __grid_constant__ PrepareArguments p) {
+  allow_next_kernel();
+  const int role = blockIdx.x, part = blockIdx.z;
+  const QueryHeads<true> heads(p, blockIdx.y);
+  if (role < p.forced_roles) return prepare_forced<HALF, true>(p, 2 * role + part, heads);
+  const int rest = role - p.forced_roles, slice = rest / kBundles;
+  prepare_half<HALF, OWN>(p, rest - slice * kBundles, part, heads, slice * 16 * OWN);
+}
+
 int slices(const PrepareArguments& p, int tiles) { return ceil_div(p.requests << p.column_shift, 8 * tiles); }
 
 template <bool HALF, int TILES, bool LONG>
@@ -36,12 +49,34 @@ cudaError_t launch_prepare(const PrepareArguments& p, int flags, cudaStream_t st
   return launch(prepare_sketch_kernel<HALF, TILES, LONG>, grid, kPrepareThreads, 0, stream, flags, p);
 }
 
-// Columns per CTA: as few as still fit one CTA on each multiprocessor; more would read the query matrix more often.
+template <bool HALF, int OWN>
+cudaError_t launch_halves(PrepareArguments p, int flags, cudaStream_t stream) {
+  p.forced_requests = 1;
+  p.forced_roles = ceil_div(p.requests, 2);  // a request a CTA
+  const dim3 grid(p.forced_roles + kBundles * slices(p, 2 * OWN), p.heads * p.live_blocks, 2);
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config = cluster_configuration(attributes, grid, kPrepareThreads, 0, 2, flags);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, prepare_sketch_halves_kernel<HALF, OWN>, p);
+}
+
+// Columns per CTA: as few as still fit one CTA on each multiprocessor; more would read the query matrix more often. Of short rows so many that two on
+// each are enough, if they can be: what is left for a second wave takes as long as the first.
 template <bool HALF, bool LONG>
 cudaError_t launch_sliced(const PrepareArguments& p, int flags, cudaStream_t stream) {
   const int heads = p.heads * p.live_blocks;
+  if constexpr (LONG) {
+    // Whatever the number of columns, the sum over the channels is of these halves: scores don't depend on what is in a batch.
+    const auto fits = [&](int own) { return 2 * (kBundles * slices(p, 2 * own) + ceil_div(p.requests, 2)) * heads <= kMultiprocessors; };
+    if (p.dim > 32 * kHalfSteps && p.dim <= 2 * 32 * kHalfSteps) {
+      if (fits(1)) return launch_halves<HALF, 1>(p, flags, stream);
+      return fits(2) ? launch_halves<HALF, 2>(p, flags, stream) : launch_halves<HALF, 4>(p, flags, stream);
+    }
+  }
   if (kBundles * slices(p, 1) * heads <= kMultiprocessors) return launch_prepare<HALF, 1, LONG>(p, flags, stream);
   if (kBundles * slices(p, 2) * heads <= kMultiprocessors) return launch_prepare<HALF, 2, LONG>(p, flags, stream);
+  if constexpr (!LONG)
+    if ((kBundles * slices(p, 4) + p.forced_roles) * heads > 2 * kMultiprocessors) return launch_prepare<HALF, 8, LONG>(p, flags, stream);
   return launch_prepare<HALF, 4, LONG>(p, flags, stream);
 }
 
@@ -67,6 +102,7 @@ extern "C" int64_t kvskim_sketch_weight_bytes(int requests, int heads, int group
 // directory [blocks, H] not null: key_cache is in host memory, its blocks are pages, and hot [slots, ...] has copies of some (block, head), slot
 // directory - 1, at distances of key_head_stride, their tokens at distances of key_token_stride. Not for kFloat8E4M3.
 // A request of at most full_pages pages is attended whole and not scored: nothing need be written for it.
+// flags: kOverlapPrevious, kRecordsSettled, kQueriesSettled.
 extern "C" int kvskim_prepare_sketch(const void* query, int64_t query_row_stride, int64_t query_head_stride, const void* rest,
                                      int64_t rest_row_stride, int64_t rest_head_stride, int split, int query_type, const void* query_matrix, const void* slot_coefficient, const void* slot_digit, const void* mean,
                                      const void* key_cache, int64_t key_block_stride, int64_t key_token_stride, int64_t key_head_stride,
@@ -95,7 +131,7 @@ extern "C" int kvskim_prepare_sketch(const void* query, int64_t query_row_stride
                            block_table_stride,
                            static_cast<const int*>(seq_lens), static_cast<uint8_t*>(weights), reinterpret_cast<float4*>(scales),
                            static_cast<float*>(base), static_cast<float*>(forced), blocks, ceil_div(group, kBlockColumns), requests, heads, group, dim, page_shift, sink_pages,
-                           window_pages, full_pages, (flags & kRecordsSettled) != 0, column_shift, forced_requests, ceil_div(requests, forced_requests),
+                           window_pages, full_pages, (flags & kRecordsSettled) != 0, (flags & kQueriesSettled) != 0, column_shift, forced_requests, ceil_div(requests, forced_requests),
                            key_type == kFloat8E4M3, scale, softcap, key_scale, bundles};
   const auto s = static_cast<cudaStream_t>(stream);
   return query_type == kFloat16 ? launch_long_or_short<true>(p, flags, s) : launch_long_or_short<false>(p, flags, s);

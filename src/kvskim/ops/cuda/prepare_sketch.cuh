@@ -75,6 +75,7 @@ struct PrepareArguments {
   float *base, *forced;                // [R, H, padded group]
   int blocks, live_blocks;             // of 16 columns of a padded group, 1 for smaller ones; and of those, blocks with query heads
   int requests, heads, group, dim, page_shift, sink_pages, window_pages, full_pages, settled;
+  int early;                           // kQueriesSettled
   int column_shift;                    // log2 of the columns of a block: of the padded group, at most 16
   int forced_requests, forced_roles;   // requests of a CTA of always-attended pages (1 or 2); such CTAs per head
   int float8;                          // keys are float8
@@ -129,6 +130,21 @@ __device__ __forceinline__ uint2 load8_here(const void* p, bool wanted = true) {
 __device__ __forceinline__ uint32_t load4_here(const void* p) {
   uint32_t v;
   asm volatile("ld.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// The same of what another kernel has written that has ended, though this one has not waited for it: past the L1 cache, which may hold what was there
+// before.
+__device__ __forceinline__ uint4 load16_fresh(const void* p, bool wanted) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  asm volatile("{.reg .pred wanted; setp.ne.s32 wanted,%5,0; @wanted ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"(static_cast<int>(wanted)) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint2 load8_fresh(const void* p, bool wanted) {
+  uint2 v = make_uint2(0, 0);
+  asm volatile("{.reg .pred wanted; setp.ne.s32 wanted,%3,0; @wanted ld.global.cg.v2.u32 {%0,%1},[%2];}"
+               : "+r"(v.x), "+r"(v.y) : "l"(p), "r"(static_cast<int>(wanted)) : "memory");
   return v;
 }
 

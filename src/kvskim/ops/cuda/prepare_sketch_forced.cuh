@@ -65,7 +65,7 @@ __device__ __forceinline__ void page_logits(const PrepareArguments& p, const int
 template <bool HALF, bool LONG>
 __device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int role, const QueryHeads<LONG>& heads) {
   __shared__ float warp_max[kPrepareWarps][8], warp_sum[kPrepareWarps][8], mean_score[2][16];
-  __shared__ int live[kPrepareWarps];
+  __shared__ int team_warps[kPrepareWarps];  // of the warp's team those that had pages; 0: its request is not scored
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3, head = heads.head;
   const int columns = 1 << p.column_shift, tiles = columns == 16 ? 2 : 1, teams = p.forced_requests * tiles;
   const int team = warp % teams, start = warp / teams, stride = kPrepareWarps / teams;
@@ -102,6 +102,46 @@ __device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int ro
   // From the L2 cache loads are short, also those of rows that are longer than one load. It may hold what is written still.
   if (!p.float8 && !p.directory && start < first + last)
     for (int h = 0; h < 2; ++h) prefetch_row(reinterpret_cast<const uint16_t*>(p.key_cache) + (row[h] - 8 * q), p.dim, 0, q);
+  // Scores of the mean key, a warp each, the last warps first: with few pages they have nothing else to do.
+  auto score_mean = [&]() {
+    const int dots = min(p.forced_requests, p.requests - first_request) << p.column_shift;
+    for (int i = kPrepareWarps - 1 - warp; i < dots; i += kPrepareWarps) {
+      const int r = first_request + (i >> p.column_shift), member = i & (columns - 1);
+      const uint16_t* from = heads.query(p, r, member);
+      float sum = 0.f;
+      if constexpr (!LONG) {
+        for (int d = 4 * lane; d < p.dim; d += 128) {
+          const float4 m = *reinterpret_cast<const float4*>(mean + d);
+          const uint2 x = __ldcg(reinterpret_cast<const uint2*>(from + d));
+          const float2 low = pair_of<HALF>(x.x), high = pair_of<HALF>(x.y);
+          sum = fmaf(low.x, m.x, fmaf(low.y, m.y, fmaf(high.x, m.z, fmaf(high.y, m.w, sum))));
+        }
+      } else {
+        const uint16_t* other = heads.rest(p, r, member);
+        constexpr int kTogether = 5;  // loads of a lane that are under way at once
+        for (int first = 4 * lane; first < p.dim; first += 128 * kTogether) {
+          uint4 m[kTogether];
+          uint2 x[kTogether];
+#pragma unroll
+          for (int k = 0; k < kTogether; ++k) {
+            const int d = first + 128 * k;
+            m[k] = load16_here(mean + d, d < p.dim);
+            x[k] = load8_fresh((d >= p.split ? other : from) + d, d < p.dim);
+          }
+#pragma unroll
+          for (int k = 0; k < kTogether; ++k) {
+            const float2 low = pair_of<HALF>(x[k].x), high = pair_of<HALF>(x[k].y);
+            sum = fmaf(low.x, __uint_as_float(m[k].x), fmaf(low.y, __uint_as_float(m[k].y),
+                       fmaf(high.x, __uint_as_float(m[k].z), fmaf(high.y, __uint_as_float(m[k].w), sum))));
+          }
+        }
+      }
+#pragma unroll
+      for (int x = 16; x; x >>= 1) sum += __shfl_xor_sync(~0u, sum, x);
+      if (lane == 0) mean_score[i >> p.column_shift][i & (columns - 1)] = sum * p.scale;
+    }
+  };
+  if (p.early) score_mean();
   wait_previous_kernel();
 
   const float factor = p.scale * p.key_scale;
@@ -129,23 +169,7 @@ __device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int ro
       largest[c] = m;
     }
   }
-  // Scores of the mean key, a warp each, the last warps first: with few pages they have nothing else to do.
-  const int dots = min(p.forced_requests, p.requests - first_request) << p.column_shift;
-  for (int i = kPrepareWarps - 1 - warp; i < dots; i += kPrepareWarps) {
-    const int r = first_request + (i >> p.column_shift), member = i & (columns - 1);
-    const uint16_t* from = heads.query(p, r, member);
-    float sum = 0.f;
-    for (int d = 4 * lane; d < p.dim; d += 128) {
-      if (LONG && d >= p.split) from = heads.rest(p, r, member);
-      const float4 m = *reinterpret_cast<const float4*>(mean + d);
-      const uint2 x = *reinterpret_cast<const uint2*>(from + d);
-      const float2 low = pair_of<HALF>(x.x), high = pair_of<HALF>(x.y);
-      sum = fmaf(low.x, m.x, fmaf(low.y, m.y, fmaf(high.x, m.z, fmaf(high.y, m.w, sum))));
-    }
-#pragma unroll
-    for (int x = 16; x; x >>= 1) sum += __shfl_xor_sync(~0u, sum, x);
-    if (lane == 0) mean_score[i >> p.column_shift][i & (columns - 1)] = sum * p.scale;
-  }
+  if (!p.early) score_mean();
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     float total = sums[c];
@@ -153,13 +177,14 @@ __device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int ro
     for (int x = 4; x < 32; x <<= 1) total += __shfl_xor_sync(~0u, total, x);
     if (g == 0) warp_max[warp][2 * q + c] = largest[c], warp_sum[warp][2 * q + c] = total;
   }
-  if (lane == 0) live[warp] = length > 0;
+  if (lane == 0) team_warps[warp] = min(first + last, stride);
   __syncthreads();
   const int own = tid >> p.column_shift, member = tid & (columns - 1), from = own * tiles + member / 8;
-  if (own < p.forced_requests && live[from]) {
+  if (own < p.forced_requests && team_warps[from]) {
+    const int end = from + team_warps[from] * teams;
     float m = -INFINITY, total = 0.f;
-    for (int w = from; w < stride * teams; w += teams) m = fmaxf(m, warp_max[w][member & 7]);
-    for (int w = from; w < stride * teams; w += teams) total += warp_sum[w][member & 7] * expf(warp_max[w][member & 7] - m);
+    for (int w = from; w < end; w += teams) m = fmaxf(m, warp_max[w][member & 7]);
+    for (int w = from; w < end; w += teams) total += warp_sum[w][member & 7] * expf(warp_max[w][member & 7] - m);
     const int64_t to = (heads.place(p, first_request + own) << p.column_shift) + member;
     const float base = mean_score[own][member];
     p.base[to] = base;

@@ -1,5 +1,6 @@
 // Int8 weights of the digits of five half rows, and the scales of their modes, for a slice of columns. A column is one (request, query head).
 #pragma once
+#include "attend_instructions.cuh"
 #include "prepare_sketch.cuh"
 
 namespace kvskim {
@@ -29,108 +30,50 @@ __device__ __forceinline__ void multiply_step(float (&sum)[4], const uint4& a, c
   }
 }
 
-// Whether a request is padding does not matter here: its query is valid memory, its columns touch no others, and nobody reads its weights.
-template <bool HALF, int TILES, bool LONG>
-__device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int bundle, const QueryHeads<LONG>& heads, int first_column) {
+// Queries of COLUMNS columns in shared memory, a slice of 32 STEPS channels of each, zeros past the end of the rows. Each thread of a CTA copies kCopies
+// pieces of 16 bytes.
+template <int COLUMNS, int STEPS, bool LONG>
+struct StagedQueries {
+  static constexpr int kPieces = 4 * STEPS, kCopies = ceil_div(COLUMNS * kPieces, kPrepareThreads);
+  // From one column to the next: 64 more than a multiple of 128, so that the eight lanes that read at once, of two columns, read different banks.
+  static constexpr int kColumnBytes = 64 * (STEPS | 1), kBytes = COLUMNS * kColumnBytes;
+
+  // Where this thread's piece i is. Columns past the group or the batch repeat another: what comes of them is not read or not written.
+  static __device__ __forceinline__ const uint16_t* locate(const PrepareArguments& p, const QueryHeads<LONG>& heads, int first_column, int first_channel,
+                                                           int i, bool& inside) {
+    const int index = threadIdx.x + i * kPrepareThreads, local = index / kPieces, channel = first_channel + (index - local * kPieces) * 8;
+    const int column = first_column + local, request = min(column >> p.column_shift, p.requests - 1), member = column & ((1 << p.column_shift) - 1);
+    inside = channel < p.dim;
+    if constexpr (LONG)
+      if (channel >= p.split) return heads.rest(p, request, member) + channel;
+    return heads.query(p, request, member) + channel;
+  }
+  // Copies it, past the L1 cache.
+  static __device__ __forceinline__ void copy(uint8_t* to, int i, const uint16_t* from, bool inside) {
+    const int index = threadIdx.x + i * kPrepareThreads, local = index / kPieces, piece = index - local * kPieces;
+    if (index < COLUMNS * kPieces) copy16_or_zero(shared_address(to + local * kColumnBytes + 16 * piece), from, inside);
+  }
+  // All pieces of all threads are there.
+  static __device__ __forceinline__ void wait() {
+    commit_copies();
+    wait_copies<0>();
+    __syncthreads();
+  }
+  // The channels of a step that lane q of a quad multiplies.
+  static __device__ __forceinline__ uint4 piece(const uint8_t* staged, int column, int step, int q) {
+    return *reinterpret_cast<const uint4*>(staged + column * kColumnBytes + 64 * step + 16 * q);
+  }
+};
+
+// From the weights of the rows to the digits' int8 weights and the scales of the modes. `row_weight` is complete; maxima and sums are zero.
+template <int TILES, bool LONG>
+__device__ __forceinline__ void quantize_weights(const PrepareArguments& p, int bundle, const QueryHeads<LONG>& heads, int first_column,
+                                                 const BundleRow& own, uint32_t slot_rows, uint32_t digits,
+                                                 float (&row_weight)[kBundleSlots][8 * TILES + 1], int (&column_max)[kBundleRows][8 * TILES],
+                                                 int (&column_sum)[kBundleRows][8 * TILES]) {
   constexpr int kColumns = 8 * TILES;
-  // Column tiles whose queries are loaded at once, and steps: what registers allow.
-  constexpr int TOGETHER = TILES == 1 || (TILES == 4 && (HALF || !LONG)) ? 1 : 2;
-  constexpr int STEPS = !LONG ? kShortSteps : TILES == 1 ? kLongSteps : TILES == 4 && HALF ? 4 : 6;
-  static_assert(kBundleSlots <= 256, "the rows of a bundle are counted in bytes");
-  __shared__ float row_weight[kBundleSlots][kColumns + 1];
-  __shared__ int column_max[kBundleRows][kColumns], column_sum[kBundleRows][kColumns];
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
-  const int half = warp >> 1, unit = warp & 1, steps = p.dim / 32;
-  const BundleRow own = p.bundles.row[bundle][half];
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3, unit = warp & 1, columns = 1 << p.column_shift;
   const bool used = own.slot >= 0;
-  const int64_t slot = heads.head * kSlots + own.slot + sketch::unit_slots * unit;  // the first of this warp's rows, and of its slots
-
-  // Nobody reads the weights of requests that are attended whole. Not worth a load after the wait for the kernel ahead.
-  if (p.settled && p.full_pages > 0) {
-    bool scored = false;
-    for (int r = first_column >> p.column_shift; r << p.column_shift < first_column + kColumns && r < p.requests; ++r)
-      scored |= ceil_div(p.seq_lens[r], kPageTokens) > p.full_pages;
-    if (!scored) return wait_previous_kernel();
-  }
-
-  // Everything that does not depend on the query, before the kernel ahead of this one has ended. Rows past the mode's coefficient count
-  // are zero, so the count is not needed.
-  uint4 a[2][STEPS];
-  const __nv_bfloat16* rows = p.query_matrix + (slot + g) * p.dim + 8 * q;
-  auto load_rows = [&](int first_step) {
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-      a[0][s] = load16_here(rows + 32 * (first_step + s), first_step + s < steps);
-      a[1][s] = load16_here(rows + 8 * p.dim + 32 * (first_step + s), first_step + s < steps);
-    }
-  };
-  // Lane q holds the slots 4 q .. 4 q + 3 of the unit, as the tensor core of the score kernel does.
-  uint32_t slot_rows = 0, digits = 0;  // a byte each
-  if (used) {
-    const uint2 coefficients = load8_here(p.slot_coefficient + slot + 4 * q);
-    digits = load4_here(p.slot_digit + slot + 4 * q);
-    load_rows(0);
-    // Rows that are longer than one load: the rest goes to the L2 cache now, for behind the wait its loads come one latency after the other.
-    if constexpr (LONG) {
-      prefetch_row(p.query_matrix + (slot + g) * p.dim, p.dim, STEPS * 32, q);
-      prefetch_row(p.query_matrix + (slot + g + 8) * p.dim, p.dim, STEPS * 32, q);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int coefficient = static_cast<int16_t>((i < 2 ? coefficients.x : coefficients.y) >> (16 * (i & 1)));
-      slot_rows |= static_cast<uint32_t>(max(0, min(coefficient - (own.slot - sketch::half_row * half), kBundleSlots - 1))) << (8 * i);
-    }
-  }
-  for (int i = tid; i < kBundleRows * kColumns; i += kPrepareThreads) (&column_max[0][0])[i] = (&column_sum[0][0])[i] = 0;
-  const int columns = 1 << p.column_shift;
-  // Columns past the group or the batch repeat another: what comes of them is not read or not written.
-  constexpr bool kAddressesEarly = TILES <= (HALF && !LONG ? 1 : 2);  // else they take registers that the rows need
-  const uint16_t *query[TILES], *rest[TILES];
-  auto locate_queries = [&](int n) {
-    const int column = first_column + 8 * n + g, request = min(column >> p.column_shift, p.requests - 1), member = column & (columns - 1);
-    query[n] = heads.query(p, request, member) + 8 * q;
-    if constexpr (LONG) rest[n] = heads.rest(p, request, member) + 8 * q;
-    if constexpr (kAddressesEarly) keep_here(query[n]);
-    if constexpr (LONG && kAddressesEarly) keep_here(rest[n]);
-  };
-  if constexpr (kAddressesEarly)
-#pragma unroll
-    for (int n = 0; n < TILES; ++n) locate_queries(n);
-  wait_previous_kernel();
-
-  if (used) {
-    if constexpr (!kAddressesEarly && LONG)
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) locate_queries(n);
-    float sum[TILES][4] = {};
-    for_steps<STEPS, LONG>(steps, [&](int first_step) {
-      if (LONG && first_step) load_rows(first_step);
-#pragma unroll
-      for (int n = 0; n < TILES; n += TOGETHER) {
-        uint4 x[TOGETHER][STEPS];
-        if constexpr (!kAddressesEarly && !LONG)
-#pragma unroll
-          for (int m = 0; m < TOGETHER; ++m) locate_queries(n + m);
-#pragma unroll
-        for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-          for (int m = 0; m < TOGETHER; ++m) {
-            const int step = first_step + s;
-            x[m][s] = load16_here((LONG && 32 * step >= p.split ? rest[n + m] : query[n + m]) + 32 * step, step < steps);
-          }
-#pragma unroll
-        for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-          for (int m = 0; m < TOGETHER; ++m) multiply_step<HALF>(sum[n + m], a[0][s], a[1][s], x[m][s]);
-      }
-    });
-#pragma unroll
-    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) row_weight[16 * warp + 8 * (i >> 1) + g][8 * n + 2 * q + (i & 1)] = sum[n][i] * p.scale;
-  }
-  __syncthreads();
-
   float weight[TILES][4];
   if (used)
 #pragma unroll
@@ -191,6 +134,135 @@ __device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int b
     const float added = of.mode == 0 && tile_columns == 8 ? kCutTerms : 0.f;
     to[2] = fmaf(-scale, whole, added - scale * half_unit);
   }
+}
+
+// Whether a request is padding does not matter here: its query is valid memory, its columns touch no others, and nobody reads its weights.
+template <bool HALF, int TILES, bool LONG>
+__device__ __forceinline__ void prepare_weights(const PrepareArguments& p, int bundle, const QueryHeads<LONG>& heads, int first_column) {
+  constexpr int kColumns = 8 * TILES;
+  // Many columns: one load after the other would each take a latency, and registers that hold the rows.
+  constexpr bool STAGED = TILES == 8;
+  static_assert(!STAGED || !LONG, "staged rows are short");
+  // Column tiles whose queries are loaded at once, and steps: what registers allow.
+  constexpr int TOGETHER = TILES == 1 || (TILES == 4 && (HALF || !LONG)) ? 1 : 2;
+  constexpr int STEPS = !LONG ? kShortSteps : TILES == 1 ? kLongSteps : TILES == 4 && HALF ? 4 : 6;
+  static_assert(kBundleSlots <= 256, "the rows of a bundle are counted in bytes");
+  __shared__ __align__(16) float row_weight[kBundleSlots][kColumns + 1];  // before the products have ended: the staged queries
+  using Queries = StagedQueries<kColumns, kShortSteps, LONG>;
+  static_assert(!STAGED || sizeof(row_weight) >= Queries::kBytes);
+  __shared__ int column_max[kBundleRows][kColumns], column_sum[kBundleRows][kColumns];
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
+  const int half = warp >> 1, unit = warp & 1, steps = p.dim / 32;
+  const BundleRow own = p.bundles.row[bundle][half];
+  const bool used = own.slot >= 0;
+  const int64_t slot = heads.head * kSlots + own.slot + sketch::unit_slots * unit;  // the first of this warp's rows, and of its slots
+
+  // Nobody reads the weights of requests that are attended whole. Not worth a load after the wait for the kernel ahead.
+  if (p.settled && p.full_pages > 0) {
+    bool scored = false;
+    for (int r = first_column >> p.column_shift; r << p.column_shift < first_column + kColumns && r < p.requests; ++r)
+      scored |= ceil_div(p.seq_lens[r], kPageTokens) > p.full_pages;
+    if (!scored) return wait_previous_kernel();
+  }
+
+  // Everything that does not depend on the query, before the kernel ahead of this one has ended. Rows past the mode's coefficient count
+  // are zero, so the count is not needed.
+  uint4 a[2][STEPS];
+  const __nv_bfloat16* rows = p.query_matrix + (slot + g) * p.dim + 8 * q;
+  auto load_rows = [&](int first_step) {
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+      a[0][s] = load16_here(rows + 32 * (first_step + s), first_step + s < steps);
+      a[1][s] = load16_here(rows + 8 * p.dim + 32 * (first_step + s), first_step + s < steps);
+    }
+  };
+  // Lane q holds the slots 4 q .. 4 q + 3 of the unit, as the tensor core of the score kernel does.
+  uint32_t slot_rows = 0, digits = 0;  // a byte each
+  if (used) {
+    const uint2 coefficients = load8_here(p.slot_coefficient + slot + 4 * q);
+    digits = load4_here(p.slot_digit + slot + 4 * q);
+    load_rows(0);
+    // Rows that are longer than one load: the rest goes to the L2 cache now, for behind the wait its loads come one latency after the other.
+    if constexpr (LONG) {
+      prefetch_row(p.query_matrix + (slot + g) * p.dim, p.dim, STEPS * 32, q);
+      prefetch_row(p.query_matrix + (slot + g + 8) * p.dim, p.dim, STEPS * 32, q);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int coefficient = static_cast<int16_t>((i < 2 ? coefficients.x : coefficients.y) >> (16 * (i & 1)));
+      slot_rows |= static_cast<uint32_t>(max(0, min(coefficient - (own.slot - sketch::half_row * half), kBundleSlots - 1))) << (8 * i);
+    }
+  }
+  for (int i = tid; i < kBundleRows * kColumns; i += kPrepareThreads) (&column_max[0][0])[i] = (&column_sum[0][0])[i] = 0;
+  const int columns = 1 << p.column_shift;
+  // Columns past the group or the batch repeat another: what comes of them is not read or not written.
+  constexpr bool kAddressesEarly = !STAGED && TILES <= (HALF && !LONG ? 1 : 2);  // else they take registers that the rows need
+  const uint16_t *query[TILES], *rest[TILES];
+  auto locate_queries = [&](int n) {
+    const int column = first_column + 8 * n + g, request = min(column >> p.column_shift, p.requests - 1), member = column & (columns - 1);
+    query[n] = heads.query(p, request, member) + 8 * q;
+    if constexpr (LONG) rest[n] = heads.rest(p, request, member) + 8 * q;
+    if constexpr (kAddressesEarly) keep_here(query[n]);
+    if constexpr (LONG && kAddressesEarly) keep_here(rest[n]);
+  };
+  if constexpr (kAddressesEarly)
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) locate_queries(n);
+  if (!p.early) wait_previous_kernel();
+
+  float sum[TILES][4] = {};
+  if constexpr (STAGED) {
+    uint8_t* staged = reinterpret_cast<uint8_t*>(row_weight);
+#pragma unroll 1
+    for (int i = 0; i < Queries::kCopies; ++i) {
+      bool inside;
+      const uint16_t* from = Queries::locate(p, heads, first_column, 0, i, inside);
+      Queries::copy(staged, i, from, inside);
+    }
+    Queries::wait();
+    if (used)
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s)
+        if (s < steps)
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) multiply_step<HALF>(sum[n], a[0][s], a[1][s], Queries::piece(staged, 8 * n + g, s, q));
+    __syncthreads();
+  } else if (used) {
+    if constexpr (!kAddressesEarly && LONG)
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) locate_queries(n);
+    for_steps<STEPS, LONG>(steps, [&](int first_step) {
+      if (LONG && first_step) load_rows(first_step);
+#pragma unroll
+      for (int n = 0; n < TILES; n += TOGETHER) {
+        uint4 x[TOGETHER][STEPS];
+        if constexpr (!kAddressesEarly && !LONG)
+#pragma unroll
+          for (int m = 0; m < TOGETHER; ++m) locate_queries(n + m);
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+          for (int m = 0; m < TOGETHER; ++m) {
+            const int step = first_step + s;
+            x[m][s] = load16_fresh((LONG && 32 * step >= p.split ? rest[n + m] : query[n + m]) + 32 * step, step < steps);
+          }
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+          for (int m = 0; m < TOGETHER; ++m) multiply_step<HALF>(sum[n + m], a[0][s], a[1][s], x[m][s]);
+      }
+    });
+  }
+  if (used) {
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) row_weight[16 * warp + 8 * (i >> 1) + g][8 * n + 2 * q + (i & 1)] = sum[n][i] * p.scale;
+  }
+  __syncthreads();
+
+  quantize_weights<TILES, LONG>(p, bundle, heads, first_column, own, slot_rows, digits, row_weight, column_max, column_sum);
+  wait_previous_kernel();
 }
 
 }  // namespace kvskim

@@ -27,7 +27,7 @@ struct ScoreArguments {
   const float* forced;     // [R, H, Gp]
   __half* scores;          // [R, H, capacity, Gp]
   float* partials;         // [R, H, chunks, Gp]
-  int blocks, live_blocks;  // of 16 columns of a padded group, 1 for smaller ones; and of those, blocks with query heads
+  int blocks, live_blocks;  // of the columns of a warp in a padded group; and of those, blocks that are prepared. Only where BLOCKED
   int requests, heads, capacity, chunks, page_shift, sink_pages, window_pages, full_pages, settled;
 };
 
@@ -178,16 +178,15 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
     }
   };
   // Records of the tiles behind the first go to the L2 cache while the kernel ahead still runs: the memory would have nothing to do until the products
-  // of the first tile are done. A lane asks for one of the two lines of 128 bytes of a record.
-  constexpr int kAhead = BLOCKED ? 0 : kTilesAhead;
-  int first_entry[1 + kAhead];
+  // of the first tile are done. A lane asks for one of the two lines of 128 bytes of a record, for all warps that score this record.
+  int first_entry[1 + kTilesAhead];
 #pragma unroll
-  for (int i = 0; i <= kAhead; ++i) first_entry[i] = load_here(entry_at(entries, own_page + i * stride));
+  for (int i = 0; i <= kTilesAhead; ++i) first_entry[i] = load_here(entry_at(entries, own_page + i * stride));
   copy_int(&constants.lane[lane].entry, entry_at(entries, own_page + stride));
   load_records(lane_records, first_entry[0], own_page);
-  if (p.settled && chunk * kTilePages + stride < pages)
+  if (p.settled && block == 0 && chunk * kTilePages + stride < pages)
 #pragma unroll
-    for (int i = 1; i <= kAhead; ++i)
+    for (int i = 1; i <= kTilesAhead; ++i)
       prefetch_line(element(lane_records - 16 * q + 128 * (q >> 1), physical_page(first_entry[i], own_page + i * stride), page_bytes));
   wait_previous_kernel();
 
@@ -343,8 +342,10 @@ cudaError_t launch_score(const ScoreArguments& p, int flags, cudaStream_t stream
                 kWarps * 32, kWarps * ScoreShape<COLUMNS, TILES, WEIGHTS_IN_REGISTERS>::warp_bytes, stream, flags, p);
 }
 
-// CTAs per multiprocessor of the variant for 4, 8 and 16 columns (a block of a larger group): measured best.
-constexpr int resident_ctas(int padded) { return padded == 4 ? 3 : padded == 8 ? 4 : 2; }
+// CTAs per multiprocessor of the variant for 4 and 8 columns: measured best. More columns are warps of their own, eight each: two tiles of columns in
+// one warp share the digits of a record, but take all registers, and with two warps on a scheduler the exponentials and the rest do not overlap.
+constexpr int resident_ctas(int padded) { return padded == 4 ? 3 : 4; }
+constexpr int kWarpColumns = 8;
 
 }  // namespace
 }  // namespace kvskim
@@ -353,7 +354,7 @@ constexpr int resident_ctas(int padded) { return padded == 4 ? 3 : padded == 8 ?
 extern "C" int kvskim_score_sketch_chunks(int requests, int heads, int padded, int capacity, int multiprocessors) {
   using namespace kvskim;
   const int64_t warps = static_cast<int64_t>(multiprocessors) * resident_ctas(padded) * kWarps;
-  const int64_t rows = static_cast<int64_t>(requests) * heads * (padded > kBlockColumns ? padded / kBlockColumns : 1);
+  const int64_t rows = static_cast<int64_t>(requests) * heads * (padded > kWarpColumns ? padded / kWarpColumns : 1);
   const int64_t share = rows > 0 ? warps / rows : 1, most = ceil_div(capacity, kTilePages);
   return static_cast<int>(share < 1 || most < 1 ? 1 : share < most ? share : most);
 }
@@ -369,16 +370,16 @@ extern "C" int kvskim_score_sketch(const void* records, const void* block_table,
   if (group < 1 || group > kLargestGroup || chunks < 1 || window_pages < 1 || sink_pages < 0) return cudaErrorInvalidValue;
   if (static_cast<int64_t>(requests) * heads * capacity >= (1LL << 32)) return cudaErrorInvalidValue;
   const int padded = padded_group(group), blocks = column_blocks(group);
-  if (static_cast<int64_t>(requests) * heads * chunks * blocks >= (1LL << 31)) return cudaErrorInvalidValue;
+  const int parts = padded < kBlockColumns ? 1 : kBlockColumns / kWarpColumns;  // of a block of columns, for a warp each
+  if (static_cast<int64_t>(requests) * heads * chunks * blocks * parts >= (1LL << 31)) return cudaErrorInvalidValue;
   const uint8_t* scales = static_cast<const uint8_t*>(weights) + static_cast<int64_t>(requests) * heads * blocks * padded * kWeightBytes;
   const ScoreArguments p{static_cast<const uint8_t*>(records), static_cast<const int*>(block_table), block_table_stride,
                          static_cast<const int*>(seq_lens), static_cast<const uint8_t*>(weights), reinterpret_cast<const float4*>(scales),
-                         static_cast<const float*>(forced), static_cast<__half*>(scores), static_cast<float*>(partials), blocks,
-                         ceil_div(group, kBlockColumns), requests, heads, capacity, chunks, page_shift, sink_pages, window_pages, full_pages,
-                         (flags & kRecordsSettled) != 0};
+                         static_cast<const float*>(forced), static_cast<__half*>(scores), static_cast<float*>(partials),
+                         blocks * parts, ceil_div(group, kBlockColumns) * parts, requests, heads, capacity, chunks, page_shift, sink_pages, window_pages,
+                         full_pages, (flags & kRecordsSettled) != 0};
   const auto s = static_cast<cudaStream_t>(stream);
   if (padded == 4) return launch_score<4, 1, true, resident_ctas(4)>(p, flags, s);
   if (padded == 8) return launch_score<8, 1, false, resident_ctas(8)>(p, flags, s);
-  if (blocks == 1) return launch_score<8, 2, false, resident_ctas(16)>(p, flags, s);
-  return launch_score<8, 2, false, resident_ctas(16), true>(p, flags, s);
+  return launch_score<8, 1, false, resident_ctas(16), true>(p, flags, s);
 }

@@ -19,6 +19,9 @@ OVERLAP_PREVIOUS = 1
 RECORDS_SETTLED = 2
 """Launch flag: records, block table and lengths were complete before the chain of overlapped launches began, so they are read while the kernel
 ahead still runs. Queries and keys never are."""
+QUERIES_SETTLED = 4
+"""Launch flag of `prepare_sketch`: the queries were complete, and what reads its outputs had ended, before the kernel ahead let this launch begin: it
+may read and write them at once. Keys it reads when that kernel has ended."""
 
 _weight_bytes = value_function("kvskim_sketch_weight_bytes", (INT, INT, INT))
 _chunks = value_function("kvskim_score_sketch_chunks", (INT, INT, INT, INT, INT), INT)
@@ -73,7 +76,7 @@ def prepare_sketch(
             length 0 are left as they are; their queries are read but not used.
         softcap: 0 for none.
         full_pages: requests of at most so many pages are left alone.
-        flags: OVERLAP_PREVIOUS, RECORDS_SETTLED.
+        flags: OVERLAP_PREVIOUS, RECORDS_SETTLED, QUERIES_SETTLED.
         hot, directory: of the `kvskim.tier.pages.HostTier` that ``key_cache`` is in, or None.
         rest: the second part of a query in parts, the same; the first then has a multiple of 32 channels. Or None.
     """

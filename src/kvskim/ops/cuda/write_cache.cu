@@ -1,7 +1,7 @@
 // Writes the new rows of keys and values into their pages, so that the kernels behind may begin while it runs.
 //
-// A write by another kernel is a wall: programmatic dependent launches behind it begin when it has ended. This one lets them in at once, so
-// the query preparation has its matrix on the way before the keys are written. It reads and writes a few KB and is bound by its launch.
+// A write by another kernel is a wall: programmatic dependent launches behind it begin when it has ended. This one lets them in as soon as the kernels
+// ahead have ended, so the query preparation makes its weights while the keys are written. It reads and writes a few KB and is bound by its launch.
 #include "common.cuh"
 
 namespace kvskim {
@@ -25,10 +25,11 @@ struct WriteArguments {
 };
 
 __global__ void __launch_bounds__(kWriteThreads) write_cache_kernel(const __grid_constant__ WriteArguments p) {
-  allow_next_kernel();
   const int token = blockIdx.x;
   const int64_t slot = p.slots[token];
+  // In this order: what the kernels ahead have written is complete when the kernel behind begins (kQueriesSettled).
   wait_previous_kernel();
+  allow_next_kernel();
   if (slot < 0) return;
   const unsigned block = static_cast<unsigned>(slot) / p.block_size, at = static_cast<unsigned>(slot) - block * p.block_size;
   for (int i = threadIdx.x; i < p.part[0].pieces + p.part[1].pieces; i += kWriteThreads) {
