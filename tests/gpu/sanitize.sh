@@ -44,6 +44,11 @@ STEP=(
   'test_step.py::test_step_is_the_torch_step[threshold-sketch-cuda]'
   'test_step.py::test_step_is_the_torch_step[coverage-sketch-cuda]'
 )
+LATENT=(
+  'test_attend_latent.py::test_any_sharing_gives_the_same[3-bfloat16]'
+  'test_attend_latent.py::test_any_group[17-float16]'
+  'test_attend_latent.py::test_any_count[33]'
+)
 # memcheck only: more of the CUDA kernels, and the Triton ones.
 ATTEND_MORE=('test_attend.py::test_selections_and_layouts[packed-64-with_open-cuda]' 'test_attend.py::test_a_count_of_zero_and_a_full_table[cuda]'
   'test_attend.py::test_groups[5-triton]')
@@ -56,6 +61,7 @@ SCORE_MORE=('test_score_sketch.py::test_every_split_of_the_preparation[33-1-torc
 ENCODE_MORE=('test_encode.py::test_every_kind_of_step[sketch-cuda few-beyond the records]'
   'test_encode.py::test_every_kind_of_step[sketch-cuda many-beyond the records]' 'test_encode.py::test_every_kind_of_step[sketch-cuda many-17 tokens]'
   'test_encode.py::test_page_selectors[clse-{}-96-torch.float16-cuda]' 'test_encode.py::test_every_kind_of_step[sketch-triton-17 tokens]')
+LATENT_MORE=('test_attend_latent.py::test_any_group[128-bfloat16]' 'test_attend_latent.py::test_any_sharing_gives_the_same[16-float16]')
 STEP_MORE=('test_step.py::test_step_is_the_torch_step[budget0-rki4-cuda]' 'test_step.py::test_step_is_the_torch_step[budget0-sketch-triton]')
 
 # The option that limits a tool to kernels by name has changed its own name; without it racecheck is only slower.
@@ -80,7 +86,7 @@ run() { # tool, name, node ids
   echo "$code" > "$LOGS/$tool-$name.status"
 }
 
-for name in ATTEND SELECT SCORE ENCODE STEP; do
+for name in ATTEND LATENT SELECT SCORE ENCODE STEP; do
   declare -n cases=$name more=${name}_MORE
   (run memcheck "${name,,}" "${cases[@]}" "${more[@]}") &
   (run racecheck "${name,,}" "${cases[@]}") &
