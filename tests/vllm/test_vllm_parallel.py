@@ -23,6 +23,8 @@ from kvskim.metrics import SkimMetrics
 HERE = Path(__file__).parent
 SIZES = [(2, 1), (1, 2), (2, 2)]
 """Tensor and pipeline parallel size."""
+FLAT = {"full_pages": 0, "tau": 0.03, "min_pages": 1}
+"""The default rule, with a threshold that is the mass of an average page."""
 
 
 pytestmark = pytest.mark.usefixtures("small_calibration")
@@ -92,14 +94,18 @@ def test_what_workers_fit_is_one_file_equal_to_that_of_a_single_worker(sizes, ag
             torch.testing.assert_close(getattr(layer.sketch, name), getattr(expected.layers[index].sketch, name), atol=1e-2, rtol=2e-2, msg=name)
 
 
+@pytest.mark.parametrize("settings", [FEW, FLAT], ids=["budget", "threshold"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_a_file_of_one_worker_serves_several_with_the_same_result(sizes, agreeing):
-    alone = RankEngine(FEW)
+def test_a_file_of_one_worker_serves_several_with_the_same_result(sizes, settings, agreeing, monkeypatch):
+    if settings is FLAT:
+        # No page stands out, so a mass that is a little different shows in how many are attended.
+        monkeypatch.setattr(MiniEngine, "scale", 0.02)
+    alone = RankEngine(settings)
     calibrate_on_prompts(alone)
     wait_for_file()
-    alone = RankEngine(FEW)
+    alone = RankEngine(settings)
     outputs = decode(alone)
-    for engine in rank_engines(FEW, sizes, agreeing):
+    for engine in rank_engines(settings, sizes, agreeing):
         assert engine.state.calibrator is None
         assert engine.state.calibration_source == f"{whole_file()} (made with stand-in)"
         layers = range(engine.first_layer, engine.first_layer + len(engine.layers))
@@ -111,8 +117,11 @@ def test_a_file_of_one_worker_serves_several_with_the_same_result(sizes, agreein
         for step, theirs in zip(decode(engine), outputs):
             for output, index in zip(step, layers):
                 torch.testing.assert_close(output, theirs[index][:, engine.head_slice("query")])
-        attended = [layer.counts[0] for layer in engine.state.layers.values()]
-        assert all((counts == FEW["budget_pages"]).all() for counts in attended)
+        for index, layer in zip(layers, engine.state.layers.values()):
+            theirs = alone.state.layers[f"model.layers.{index}.attn"]
+            assert torch.equal(layer.counts[0], theirs.counts[0, heads])
+            assert torch.equal(layer.records.records, theirs.records.records[:, heads])
+            assert (layer.counts[0] == FEW["budget_pages"]).all() if settings is FEW else ((layer.counts[0] > 4) & (layer.counts[0] < 31)).all()
 
 
 def decode(engine):

@@ -1,10 +1,11 @@
-"""Models for `parallel.py`: SmolLM2 with a number of heads that two GPUs divide, and small random models with few kv heads.
+"""Models for `parallel.py`: SmolLM2 with a number of heads that two GPUs divide, and small ones with few kv heads, random weights and peaked attention.
 
     python tests/gpu/vllm/parallel_models.py --smollm2 /tmp/smollm2 --output /tmp/parallel
 """
 
 import argparse
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 VOCABULARY = 1024
-"""Of the random models: few tokens, so that the likeliest ones are not near ties."""
+"""Of the random models: few tokens, so that the likeliest ones are not near ties, and no more than the hidden size, so that embeddings are orthogonal."""
+SHORTEST_TEXT = 2 * VOCABULARY
+"""Least tokens of a prompt for the random models."""
+MATCH = 20.0
+"""Logit of a token that is looked for: its weight is a thousand times that of thousands of others together."""
+ROTARY_BASE = 1e20
+TURNING = 16
+"""The first pairs of rotary channels, so many of them, turn; the others, by less than a tenth of a radian over the longest text, and carry the match."""
 
 
 def repeat_heads(source: Path, target: Path, kv_heads: int) -> None:
@@ -40,33 +48,64 @@ def repeat_heads(source: Path, target: Path, kv_heads: int) -> None:
 
 
 def random_llama(target: Path, kv_heads: int, *, heads: int = 8, layers: int = 4, dim: int = 128) -> None:
-    """Write a Llama with seeded random weights. A file, because vLLM's dummy weights depend on how many GPUs share them."""
+    """Write a Llama with seeded random weights whose attention is peaked: each query head looks for one other token of the vocabulary.
+
+    With weights that are only random no page stands out, the rule takes the best of a crowd, and the rounding of an all-reduce decides which: two GPUs
+    then give other tokens than one, though both are right. Here a few pages have nearly all of the mass, in every layer, and are chosen in spite of it.
+
+    The embeddings ``e`` are orthogonal. A query head with the permutation ``p`` has the query weights ``K P`` where ``K`` are the key weights of its kv head
+    and ``P e(x) = e(p(x))``: the logit of a token ``x`` and an earlier ``p(x)`` is about ``MATCH``, that of others is noise of ``MATCH`` divided by the square
+    root of the channels. Each kv head has channels of its own, so that the records of one can't be made or read with the tables of another. A file, because
+    vLLM's dummy weights depend on how many GPUs share them.
+    """
     hidden, inner = heads * dim, 2048
     generator = torch.Generator().manual_seed(kv_heads)
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * (scale * columns**-0.5)).half()
+        return torch.randn(rows, columns, generator=generator) * (scale * columns**-0.5)
 
-    tensors = {"model.embed_tokens.weight": matrix(VOCABULARY, hidden, 32.0), "model.norm.weight": torch.ones(hidden).half()}
-    tensors["lm_head.weight"] = matrix(VOCABULARY, hidden, 3.0)
+    embeddings = torch.linalg.qr(torch.randn(hidden, VOCABULARY, generator=generator))[0].T * hidden**0.5
+    tensors = {"model.embed_tokens.weight": embeddings, "model.norm.weight": torch.ones(hidden), "lm_head.weight": matrix(VOCABULARY, hidden, 3.0)}
+    pair = torch.arange(dim) % (dim // 2)
     for layer in range(layers):
         name = f"model.layers.{layer}."
-        # Sharp enough that it matters what is attended.
-        for projection, rows in (("q_proj", heads * dim), ("k_proj", kv_heads * dim), ("v_proj", kv_heads * dim)):
-            tensors[f"{name}self_attn.{projection}.weight"] = matrix(rows, hidden, 1.0 if projection == "v_proj" else 1.4)
-        tensors[f"{name}self_attn.o_proj.weight"] = matrix(hidden, heads * dim)
-        for projection, (rows, columns) in {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}.items():
-            tensors[f"{name}mlp.{projection}.weight"] = matrix(rows, columns)
+        keys, queries = [], []
+        for head in range(kv_heads):
+            own = (pair >= TURNING) & (pair % kv_heads == head)
+            key = matrix(dim, hidden, (MATCH * dim**0.5 / int(own.sum())) ** 0.5)
+            key[~own] = matrix(int((~own).sum()), hidden, 0.3)
+            keys.append(key)
+            for _ in range(heads // kv_heads):
+                wanted = embeddings[torch.randperm(VOCABULARY, generator=generator)]
+                query = (key @ wanted.T) @ embeddings / hidden
+                query[~own] = matrix(int((~own).sum()), hidden, 0.3)
+                queries.append(query)
+        # Little is added to the embeddings before the last layer, so that all layers find what they look for; in the last one it counts what they found.
+        scale = 2.0 if layer == layers - 1 else 0.2
+        tensors[f"{name}self_attn.q_proj.weight"], tensors[f"{name}self_attn.k_proj.weight"] = torch.cat(queries), torch.cat(keys)
+        tensors[f"{name}self_attn.v_proj.weight"] = matrix(kv_heads * dim, hidden)
+        tensors[f"{name}self_attn.o_proj.weight"] = matrix(hidden, heads * dim, scale)
+        for projection, rows, columns, size in (("gate_proj", inner, hidden, 1.0), ("up_proj", inner, hidden, 1.0), ("down_proj", hidden, inner, scale)):
+            tensors[f"{name}mlp.{projection}.weight"] = matrix(rows, columns, size)
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{name}{norm}.weight"] = torch.ones(hidden).half()
+            tensors[f"{name}{norm}.weight"] = torch.ones(hidden)
     config = dict(
         architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, head_dim=dim,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=VOCABULARY, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=5e5,
-        hidden_act="silu", attention_bias=False, tie_word_embeddings=False, torch_dtype="float16", bos_token_id=1, eos_token_id=2,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=VOCABULARY, max_position_embeddings=8192, rms_norm_eps=1e-5,
+        rope_theta=ROTARY_BASE, hidden_act="silu", attention_bias=False, tie_word_embeddings=False, torch_dtype="float16", bos_token_id=1, eos_token_id=2,
     )
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(config, indent=1))
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    save_file({name: tensor.half().contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def random_text(tokens: int) -> list[int]:
+    """Seeded token ids, all of the vocabulary once in some order, then again in another: any ``SHORTEST_TEXT`` of them have whatever a query looks for."""
+    rng = random.Random(0)
+    text: list[int] = []
+    while len(text) < tokens:
+        text += rng.sample(range(VOCABULARY), VOCABULARY)
+    return text[:tokens]
 
 
 def write_models(smollm2: Path, folder: Path) -> dict[str, Path]:
