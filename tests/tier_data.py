@@ -23,7 +23,10 @@ JUNK = -(2**30) - 7
 
 @dataclass
 class Sizes:
-    """Of a worker: blocks of its cache, requests at most, and rows of a step, which is padded to them."""
+    """Of a worker: blocks of its cache, requests at most, and rows of a step, which is padded to them.
+
+    ``decoded``: tokens of a request behind its prompt, at most. ``eager``: how likely it is that one more request comes in a step.
+    """
 
     blocks: int = 9
     block_size: int = 32
@@ -33,6 +36,8 @@ class Sizes:
     requests: int = 3
     rows: int = 4
     longest: int = 80
+    decoded: int = 6
+    eager: float = 0.7
     dtype: torch.dtype = torch.float32
 
     @property
@@ -90,7 +95,7 @@ class Worker:
                 self.running.remove(request)
                 for block in request.blocks:
                     self.owners[block] -= 1
-        while len(self.running) < self.sizes.requests and self.random.random() < 0.7:
+        while len(self.running) < self.sizes.requests and self.random.random() < self.sizes.eager:
             if not self._admit(slots):
                 break
         for request in self.running:
@@ -108,9 +113,9 @@ class Worker:
         return Step(padded[:, 0], padded[:, 1], torch.cat([where, torch.tensor([-1, -1])]), *self._selection())
 
     def _admit(self, slots: list[int]) -> bool:
-        length = self.random.randint(1, self.sizes.longest - 6)
+        length = self.random.randint(1, self.sizes.longest - self.sizes.decoded)
         prefix = self._prefix(length)
-        request = _Request(list(prefix), length, self.random.randint(1, 6))
+        request = _Request(list(prefix), length, self.random.randint(1, self.sizes.decoded))
         for block in prefix:
             self.owners[block] += 1
         self.shared += bool(prefix)
