@@ -98,8 +98,8 @@ def score(
             began, so they may be read ahead. That holds in a step of decode rows of one token: a page that it completes is in the window of its row.
             For a row whose last token begins a page the last full page may be new all the same; the kernel waits for its record.
             What the preceding kernel may write, keys of the open page and, without ``queries_settled``, queries, is never read ahead.
-        queries_settled: with ``overlap``: the preceding kernel is `kvskim.ops.write_cache.write_cache`, and what wrote the queries and what used
-            ``scratch`` before were launched ahead of it. Then queries are read while it runs.
+        queries_settled: with ``overlap``: the preceding kernel is `kvskim.ops.write_cache.write_cache`, or that and `encode` behind it, and what wrote
+            the queries and what used ``scratch`` before were launched ahead of them. Then queries are read while they run.
         tier: where ``key_cache`` is the keys of a tier in host memory: that tier. The kernels read pages that are hot from its hot cache.
 
     Raises:

@@ -52,7 +52,7 @@ def decode_step(
     values: the value cache, or the tier that holds values, or keys and values, in host memory; then ``fetching`` are the buffers of
         `kvskim.ops.fetch`, and of a tier with keys ``key_cache`` is its own.
     copies: False leaves the copies of fetched pages to `kvskim.ops.fetch.copy_fetched`.
-    queries_settled: the kernel ahead is `kvskim.ops.write_cache.write_cache`, and queries were complete before it, see `score`.
+    queries_settled: queries were complete before `kvskim.ops.write_cache.write_cache` ran, and nothing but `encode` was launched since, see `score`.
     selected: called when select is under way and attend is not: what the caller wants to run beside attention.
 
     Latent attention: one kv head, ``values`` the first channels of ``key_cache``, and the workspace made for the width of the values. The query may be

@@ -72,7 +72,7 @@ class LayerState:
     tier: HostTier | None = None
     """Where they are, as soon as the residency is bound."""
     wrote: bool = False
-    """The kernel launched last is the one of `SkimState.write`, for this layer."""
+    """`SkimState.write` has written this layer's keys of the step, and nothing was launched since but the making of their records."""
 
     @property
     def group(self) -> int:
