@@ -243,6 +243,8 @@ def test_library_loads_without_a_gpu_and_has_its_functions(compiled: tuple[Path,
     assert library.kvskim_score_sketch_chunks(8, 8, 4, 8192, 132) == 132 * 12 // 64
     assert library.kvskim_score_sketch_chunks(1, 4, 8, 65536, 132) == 132 * 16 // 4
     assert library.kvskim_score_sketch_chunks(1, 2, 16, 100, 132) == 7
+    assert library.kvskim_score_sketch_chunks(1, 8, 4, 65536, 132) == 196, "of 198 as many as fill blocks of four warps"
+    assert library.kvskim_score_sketch_chunks(1, 4, 8, 100, 132) == 8, "of seven tiles too"
     assert library.kvskim_score_sketch_chunks(4096, 8, 4, 65536, 132) == 1
 
 

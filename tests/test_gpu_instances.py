@@ -18,11 +18,11 @@ KNOWN = list(json.loads(RESOURCES.read_text(encoding="utf-8"))["kernels"])
 
 
 @pytest.mark.parametrize("name", [
-    "void kvskim::(anonymous namespace)::score_sketch_kernel<8, 1, false, 4, false>(kvskim::(anonymous namespace)::ScoreArguments)",
+    "void kvskim::(anonymous namespace)::score_sketch_kernel<8, 1, false, 4, false, true>(kvskim::(anonymous namespace)::ScoreArguments)",
     "void kvskim::(anonymous namespace)::prepare_sketch_kernel<false, 1, false>(kvskim::PrepareArguments)",
     "void kvskim::attend_kernel<128, 1, 0, true, false>(kvskim::AttendParameters)",
     "void kvskim::selection::select_kernel<8, true, false, 1>(kvskim::selection::Parameters)",
-    "kvskim::(anonymous namespace)::write_cache_kernel(kvskim::(anonymous namespace)::WriteArguments)",
+    "void kvskim::(anonymous namespace)::write_cache_kernel<false>(kvskim::(anonymous namespace)::WriteArguments)",
     "void kvskim::(anonymous namespace)::encode_sketch_few_kernel<(kvskim::ElementType)0, 128>(kvskim::(anonymous namespace)::EncodeSketch)",
 ])
 def test_names_of_a_profile_are_those_of_the_table(name: str) -> None:

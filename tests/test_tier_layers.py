@@ -12,18 +12,18 @@ from tier_layers import Layers, differences, most_tokens, sizes_of_engine
 COUNT = 2
 
 
-def pair(slots: int, parts: int) -> tuple[Layers, Layers]:
+def pair(slots: int, parts: int, *, together: bool) -> tuple[Layers, Layers]:
     sizes = sizes_of_engine(parts, longest=200)
     tiers = [poisoned_tier(sizes, slots, parts) for _ in range(COUNT)]
     common = dict(most_tokens=most_tokens(sizes), kernels="torch", device="cpu", selector="mean")  # the cheapest to make
-    return Layers(sizes, COUNT, tiers, **common), Layers(sizes, COUNT, [], **common)  # type: ignore[arg-type]
+    return Layers(sizes, COUNT, tiers, together=together, **common), Layers(sizes, COUNT, [], **common)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("slots", "steps"), [(30, 15), (5000, 30)])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_every_step_of_every_layer_is_that_of_pages_on_the_gpu(slots: int, steps: int, parts: int) -> None:
     torch.set_num_threads(1)
-    tiered, resident = pair(slots, parts)
+    tiered, resident = pair(slots, parts, together=slots == 30)
     worker = Worker(tiered.sizes, seed=slots)
     sparse = 0
     for step in worker.steps(steps):
@@ -46,7 +46,7 @@ def test_every_step_of_every_layer_is_that_of_pages_on_the_gpu(slots: int, steps
 
 def test_a_copy_that_lacks_a_row_is_seen_in_the_step_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the comparison is for: the host has the new rows, and hot copies don't."""
-    tiered, resident = pair(5000, 2)
+    tiered, resident = pair(5000, 2, together=False)
 
     def store_to_the_host_alone(tier: object, *arguments: object, **more: object) -> None:
         hot = tier.hot.clone()  # type: ignore[attr-defined]

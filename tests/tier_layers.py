@@ -16,10 +16,11 @@ from torch import Tensor
 
 from kvskim.layout import ceil_div
 from kvskim.ops.encode import encode
-from kvskim.ops.fetch import FetchScratch, copy_fetched, fetch_scratch
+from kvskim.ops.fetch import FetchScratch, copy_fetched, fetch, fetch_scratch
 from kvskim.ops.step import StepSettings, decode_step
 from kvskim.ops.store import store
 from kvskim.ops.workspace import Workspace
+from kvskim.ops.write_cache import write_cache
 from kvskim.rules import RuleParameters
 from kvskim.selectors import PageTables, get_selector
 from kvskim.tier.pages import HostTier
@@ -52,16 +53,21 @@ class Layers:
         tiers: of each layer, or empty.
         most_tokens: of a step; slots are padded to so many.
         selector: of the records.
-        beside: runs work beside what follows, which ``join`` waits for; by default as late as it may come.
+        together: `write_cache` writes keys and values of a tier in one launch; else `store` writes what is in host memory.
+        beside: runs work beside what follows, which ``join`` waits for, and ``wait`` for what there was at the last ``mark``; by default as late as it
+            may come.
     """
 
     def __init__(
-        self, sizes: Sizes, count: int, tiers: list[HostTier], *, most_tokens: int, kernels: str, device: str, selector: str = "rki4",
+        self, sizes: Sizes, count: int, tiers: list[HostTier], *, most_tokens: int, kernels: str, device: str, selector: str = "rki4", together: bool = False,
         beside: Callable[[Callable[[], None]], None] | None = None, join: Callable[[], None] | None = None,
+        mark: Callable[[], None] | None = None, wait: Callable[[], None] | None = None,
     ) -> None:
-        self.sizes, self.kernels, self.device = sizes, kernels, device
+        self.sizes, self.kernels, self.device, self._together = sizes, kernels, device, together
         self._late: list[Callable[[], None]] = []
+        self._marked = 0
         self._beside, self._join = beside or self._late.append, join or self._run_late
+        self._mark, self._wait = mark or self._mark_late, wait or self._run_marked
         rule = RuleParameters(rule="budget", budget_pages=6, min_pages=0)
         chosen = get_selector(selector)
         heads, dim = sizes.heads, sizes.dim
@@ -108,14 +114,20 @@ class Layers:
         """All layers, of the step taken."""
         for index, layer in enumerate(self.layers):
             keys, values = (part.roll(index, -1) for part in self.rows)
-            self._write(layer, keys, values)
+            if index and layer.tier is not None:
+                self._wait()  # all layers have one selection table, which is read to decide what is fetched
+            self._write(layer, keys, values, overlap=index == 0)
             self._decode(layer, self.query.roll(index, -1))
             if layer.tier is not None:
                 self._beside(lambda layer=layer: copy_fetched(layer.tier, layer.fetching, kernels=self.kernels))  # type: ignore[misc]
         self._join()
 
-    def _write(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
+    def _write(self, layer: Layer, keys: Tensor, values: Tensor, *, overlap: bool) -> None:
         tier = layer.tier
+        if tier is not None and self._together:
+            key_cache = tier.key_cache if tier.with_keys else layer.keys
+            assert write_cache(keys, values, key_cache, tier, self.slots, kernels=self.kernels, overlap=overlap)
+            return
         if tier is None or not tier.with_keys:
             _write(layer.keys, keys, self.slots)
         if tier is None:
@@ -132,15 +144,36 @@ class Layers:
         def records() -> None:
             encode(settings.selector, layer.tables, key_cache, self.slots, layer.records, kernels=self.kernels)
 
+        def selected() -> None:
+            self._beside(records)
+            if tier is not None:
+                self._beside(decide)
+                self._mark()
+
+        def decide() -> None:
+            assert tier is not None
+            fetch(
+                tier, self.block_table, self.seq_lens, buffers.pages, buffers.counts, block_size=key_cache.shape[1], scratch=layer.fetching,
+                kernels=self.kernels, copies=False,
+            )
+
         decode_step(
             settings, query, key_cache, layer.values if tier is None else tier, layer.records, self.block_table, self.seq_lens, ready=self.ready,
-            workspace=self.workspace, buffers=buffers, out=layer.out, fetching=layer.fetching, copies=False, selected=lambda: self._beside(records),
+            workspace=self.workspace, buffers=buffers, out=layer.out, selected=selected,
         )
 
     def _run_late(self) -> None:
-        for work in self._late:
+        self._mark_late()
+        self._run_marked()
+
+    def _mark_late(self) -> None:
+        self._marked = len(self._late)
+
+    def _run_marked(self) -> None:
+        for work in self._late[: self._marked]:
             work()
-        self._late.clear()
+        del self._late[: self._marked]
+        self._marked = 0
 
 
 def _write(cache: Tensor, rows: Tensor, slots: Tensor) -> None:

@@ -90,7 +90,9 @@ def check(out: Tensor, lse: Tensor, case: Case, softcap: float = 0.0) -> None:
     torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=2e-3, rtol=1e-3)
 
 
-def run(case: Case, cluster: int, clusters: int, share: int, *, parts: bool = False, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+def run(
+    case: Case, cluster: int, clusters: int, share: int, *, parts: bool = False, softcap: float = 0.0, settled: bool = False, full_pages: int = 0,
+) -> tuple[Tensor, Tensor]:
     """The kernel itself, with guards around what it writes."""
     from kvskim.ops.cuda.attend_latent import attend_latent_cuda
 
@@ -104,11 +106,13 @@ def run(case: Case, cluster: int, clusters: int, share: int, *, parts: bool = Fa
     if parts:
         latent = latent.transpose(0, 1).contiguous().transpose(0, 1)
         rotary = torch.cat((torch.full_like(rotary, torch.nan), rotary), -1)[..., 64:]
-    for _ in range(2):  # the tickets of the first launch are those of the second
+    # The tickets of the first launch are those of the second. It leaves NaN in shared memory, which the second may not take for its query.
+    for first, rest in ((torch.full_like(latent, torch.nan), torch.full_like(rotary, torch.nan)), (latent, rotary)):
         attend_latent_cuda(
-            latent, rotary, case.cache, case.table, case.lengths, case.pages, case.counts, out, lse, scratch.attend_partials, scratch.attend_tickets,
-            cluster, clusters, share, True, SCALE, softcap, 1.0, 1.0, False,
+            first, rest, case.cache, case.table, case.lengths, case.pages, case.counts, out, lse, scratch.attend_partials, scratch.attend_tickets,
+            cluster, clusters, share, True, SCALE, softcap, 1.0, 1.0, settled, settled, full_pages,
         )
+        torch.cuda.synchronize()  # what settled promises of the launch ahead
     assert not scratch.attend_tickets.any()
     assert memory[:GUARD].isnan().all()
     assert memory[-GUARD:].isnan().all()
@@ -184,6 +188,33 @@ def test_as_the_operation_shares_it_out(requests: int, dtype: torch.dtype) -> No
                 kernels="cuda", overlap_previous=overlap,
             )
             check(out, lse, case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("group", [16, 21])
+def test_query_rows_at_any_multiple_of_four_bytes(group: int, dtype: torch.dtype) -> None:
+    case = make_case(LENGTHS, [0, 1, 1, 1, 2, 7, 20, 60], group=group, dtype=dtype, seed=group)
+    wide = torch.full((*case.query.shape[:2], 586), torch.nan, dtype=dtype, device="cuda")
+    wide[..., 2:578] = case.query
+    case.query = wide[..., 2:578]
+    assert case.query.data_ptr() % 16 == 4
+    check(*run(case, 3, 2, 4), case)
+
+
+@pytest.mark.parametrize("cluster", [1, 4, 16])
+def test_whole_requests_need_no_count(cluster: int) -> None:
+    """Where all else is settled, a request of up to so many pages is attended whole, whatever its count says; the others by their counts."""
+    case = make_case(LENGTHS, [0, 1, 1, 1, 2, 21, 20, 60], group=16, dtype=torch.bfloat16, seed=cluster)
+    expected = run(case, cluster, 2, 4)
+    for full_pages in (0, 1, 21, 63):
+        short = (case.lengths + 15) // 16 <= full_pages
+        counts = torch.where(short, 2**30, case.counts[:, 0])
+        whole = Case(case.query, case.cache, case.table, case.lengths, case.pages, counts.int()[:, None])
+        told = torch.where(short, -1, case.counts[:, 0]).int()[:, None]
+        out, lse = run(Case(case.query, case.cache, case.table, case.lengths, case.pages, told), cluster, 2, 4, settled=True, full_pages=full_pages)
+        check(out, lse, whole)
+        same = (counts == case.counts[:, 0]) & (case.lengths > 0)
+        assert torch.equal(out[same], expected[0][same])
 
 
 def test_logits_far_apart_and_not_a_number() -> None:

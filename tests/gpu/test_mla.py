@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,16 +38,19 @@ def test_a_query_in_parts_gives_the_same_step(kernels: str, group: int) -> None:
         check_parts(batch.to("cuda"), BUDGET, kernels)
 
 
+@pytest.mark.parametrize("full_pages", [0, 3, 400])
 @pytest.mark.parametrize("group", [16, 128])
-def test_parts_that_the_kernel_ahead_writes_are_seen(group: int) -> None:
-    """Overlapped launches may begin early, and must not read either part before the kernel ahead has written it; as little the keys of the open page."""
+def test_parts_that_the_kernel_ahead_writes_are_seen(group: int, full_pages: int) -> None:
+    """Overlapped launches may begin early, and must not read either part before the kernel ahead has written it; as little the keys of the open page.
+    Attention of requests of up to ``full_pages`` pages does not even wait for select."""
+    rule = replace(BUDGET, full_pages=full_pages)
     batch = make_latent_batch("sketch", [3000, 0, 40], group=group, dtype=torch.bfloat16, block_size=64).to("cuda")
-    expected, _, _ = run_latent_step(batch, BUDGET, kernels="cuda")
+    expected, _, _ = run_latent_step(batch, rule, kernels="cuda")
     workspace = Workspace(
-        max_requests=3, num_kv_heads=1, group=group, head_dim=512, page_capacity=batch.page_capacity, rule=BUDGET, sink_pages=1, window_pages=1,
+        max_requests=3, num_kv_heads=1, group=group, head_dim=512, page_capacity=batch.page_capacity, rule=rule, sink_pages=1, window_pages=1,
         device="cuda", kernels="cuda",
     )
-    settings = StepSettings(batch.selector, batch.tables, BUDGET, 1, 1, batch.scale, overlap=True, settled=True)
+    settings = StepSettings(batch.selector, batch.tables, rule, 1, 1, batch.scale, overlap=True, settled=True)
     buffers, ready = workspace.buffers(3), torch.ones(1, dtype=torch.int32, device="cuda")
     whole = in_parts(batch.query, 512)
     query = in_parts(torch.full_like(batch.query, torch.nan), 512)
@@ -89,10 +93,12 @@ def test_a_whole_long_request_and_many_short_ones(kernels: str, group: int) -> N
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("group", [16, 64, 128])
-def test_step_replays_in_a_graph_with_other_lengths(kernels: str, group: int) -> None:
+@pytest.mark.parametrize("full_pages", [0, 40])
+def test_step_replays_in_a_graph_with_other_lengths(kernels: str, group: int, full_pages: int) -> None:
+    rule = replace(BUDGET, full_pages=full_pages)
     batch = make_latent_batch("sketch", [700, 1200, 0, 40], group=group, dtype=torch.bfloat16).to("cuda")
     workspace = Workspace(
-        max_requests=4, num_kv_heads=1, group=group, head_dim=512, page_capacity=batch.page_capacity, rule=BUDGET, sink_pages=1, window_pages=1,
+        max_requests=4, num_kv_heads=1, group=group, head_dim=512, page_capacity=batch.page_capacity, rule=rule, sink_pages=1, window_pages=1,
         device="cuda", kernels=kernels,
     )
     buffers = workspace.buffers(4)
@@ -100,7 +106,7 @@ def test_step_replays_in_a_graph_with_other_lengths(kernels: str, group: int) ->
     out = torch.zeros(4, group, 512, dtype=torch.bfloat16, device="cuda")
     ready = torch.ones(1, dtype=torch.int32, device="cuda")
     overlap = kernels == "cuda"
-    settings = StepSettings(batch.selector, batch.tables, BUDGET, 1, 1, batch.scale, kernels=kernels, overlap=overlap, settled=overlap)  # type: ignore[arg-type]
+    settings = StepSettings(batch.selector, batch.tables, rule, 1, 1, batch.scale, kernels=kernels, overlap=overlap, settled=overlap)  # type: ignore[arg-type]
 
     def step() -> None:
         decode_step(

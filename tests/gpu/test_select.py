@@ -64,8 +64,8 @@ def check(case: Case, rule: RuleParameters, tolerance: float = 3e-6) -> None:
             assert bool((table[used_entries:] == POISON_INT).all())
 
 
-def run(case: Case, rule: RuleParameters, kernels: str) -> None:
-    select(**case.arguments(), rule=rule, kernels=kernels)
+def run(case: Case, rule: RuleParameters, kernels: str, settled: bool = False) -> None:
+    select(**case.arguments(), rule=rule, kernels=kernels, overlap=settled, settled=settled)
 
 
 def run_cluster(case: Case, rule: RuleParameters, cluster: int) -> None:
@@ -109,10 +109,10 @@ LENGTHS = [0, 1, 15, 16, 17, 32, 160, 161, 4000, 96 * 16, (96 + 1) * 16]
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.rule}-{r.combine}-{RULES.index(r)}")
 def test_every_length_up_to_capacity(rule: RuleParameters, kernels: str) -> None:
     lengths = [min(length, 97 * 16) for length in LENGTHS]
-    for ready in (1, 0):
+    for ready, settled in ((1, False), (1, True), (0, False), (0, True)):
         case = make_case(11, requests=len(lengths), seq_lens=lengths, group=2, heads=3, device="cuda")
         case.ready.fill_(ready)
-        run(case, rule, kernels)
+        run(case, rule, kernels, settled)
         check(case, rule)
         assert case.counts[0].tolist() == [0, 0, 0]
 

@@ -24,7 +24,11 @@ class Graph:
 
     def __init__(self, layers: Callable[..., Layers], first: Step) -> None:
         self.side = torch.cuda.Stream()
-        self.layers = layers(beside=self.beside, join=lambda: torch.cuda.current_stream().wait_stream(self.side))
+        self.marked = torch.cuda.Event()
+        self.layers = layers(
+            beside=self.beside, join=lambda: torch.cuda.current_stream().wait_stream(self.side), mark=lambda: self.marked.record(self.side),
+            wait=lambda: torch.cuda.current_stream().wait_event(self.marked),
+        )
         self.layers.take(first)
         before = torch.cuda.Stream()
         before.wait_stream(torch.cuda.current_stream())
@@ -45,9 +49,10 @@ class Graph:
         self.graph.replay()
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("slots", [34, 900, 9000])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_every_step_of_every_layer_is_that_of_pages_on_the_gpu(slots: int, parts: int) -> None:
+def test_every_step_of_every_layer_is_that_of_pages_on_the_gpu(slots: int, parts: int, together: bool) -> None:
     """A hot cache that has no room for a step, one that replaces pages in every step, and one with room for all."""
     sizes = sizes_of_engine(parts, blocks=704, requests=30, rows=32, longest=400, decoded=60, eager=0.9, dtype=torch.bfloat16)
     shape = (sizes.pages, sizes.heads, parts, 16, sizes.dim)
@@ -58,7 +63,7 @@ def test_every_step_of_every_layer_is_that_of_pages_on_the_gpu(slots: int, parts
             tier.hot.fill_(math.nan)
 
         def layers(tiers: list[HostTier]) -> Callable[..., Layers]:
-            return lambda **streams: Layers(sizes, COUNT, tiers, most_tokens=most_tokens(sizes), kernels="cuda", device="cuda", **streams)
+            return lambda **streams: Layers(sizes, COUNT, tiers, most_tokens=most_tokens(sizes), kernels="cuda", device="cuda", together=together, **streams)
 
         worker = Worker(sizes, seed=slots)
         first = next(worker.steps(1))

@@ -7,7 +7,8 @@ import torch
 
 from kvskim.ops.cuda.library import availability
 from kvskim.ops.write_cache import write_cache
-from write_cases import POISON, expected, layouts, slots_of
+from kvskim.tier.host_memory import HostMemory
+from write_cases import POISON, TierCase, expected, layouts, rows_of, slots_of
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -35,6 +36,31 @@ def test_rows_go_where_their_slots_say(dtype: torch.dtype, dim: int, value_dim: 
     assert write_cache(keys, values, key_cache, value_cache, slots, kernels="cuda", overlap=tokens % 2 == 0)
     assert torch.equal(key_cache, after[0])
     assert torch.equal(value_cache, after[1])
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 200])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("parts", "size"), [(1, 16), (1, 48), (2, 16)])
+def test_rows_of_a_tier_go_to_its_pool_and_to_its_hot_copies(parts: int, size: int, dtype: torch.dtype, dim: int, tokens: int, heads: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * tokens + dim + heads)
+    blocks = 30 * 16 // size
+    memory = HostMemory((blocks * size // 16 + 2) * heads * parts * 16 * dim * 2)
+    try:
+        assert memory.bytes is not None
+        case = TierCase.make(parts, blocks, size, heads, dim, memory.bytes.view(dtype), "cuda", generator)
+        keys, values = rows_of(tokens, heads, dim, tokens % 2 == 0, generator, dtype, "cuda")
+        slots = slots_of(tokens, blocks, size, generator).to("cuda")
+        after = case.expected(keys, values, slots)
+        assert write_cache(keys, values, case.key_cache, case.tier, slots, kernels="cuda", overlap=tokens % 2 == 1)
+        for name, now, wanted in zip(("pool", "hot", "keys"), case.content(), after):
+            assert torch.equal(now, wanted), name
+        if tokens > 100:
+            assert (case.hot != POISON).any()
+    finally:
+        torch.cuda.synchronize()
+        memory.release()
 
 
 def test_rows_that_are_not_whole_pieces_are_left_to_the_engine() -> None:

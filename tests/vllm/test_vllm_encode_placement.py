@@ -17,19 +17,34 @@ FEW = {"selector": "minmax", "rule": "budget", "budget_pages": 6}
 
 
 class Streams:
-    """Takes down what happens; forked work is done at the join only, as late as a GPU may."""
+    """Takes down what happens; forked work is done when it is waited for, as late as a GPU may, or at once, as soon as one may."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool = False) -> None:
         self.is_capturing = False
+        self.at_once = at_once
         self.log: list[str] = []
         self.forked: list = []
+        self.marked = 0
 
     def capturing(self) -> bool:
         return self.is_capturing
 
     def fork(self, work) -> None:
         self.log.append("fork")
-        self.forked.append(work)
+        if self.at_once:
+            work()
+        else:
+            self.forked.append(work)
+
+    def mark(self) -> None:
+        self.marked = len(self.forked)
+
+    def wait(self) -> None:
+        self.log.append("wait")
+        for work in self.forked[: self.marked]:
+            work()
+        del self.forked[: self.marked]
+        self.marked = 0
 
     def join(self) -> None:
         self.log.append("join")
@@ -143,6 +158,40 @@ def test_other_work_of_a_layer_is_forked_and_joined_like_records():
         assert not order.may_fork(alone=True)
 
 
+def test_the_next_layer_waits_for_what_reads_the_selection_and_for_nothing_else():
+    order, streams = new_order()
+    log = streams.log
+
+    def layers(names: str) -> None:
+        log.clear()
+        for layer in names:
+            log.append(f"write {layer}{' in order' if order.begins(layer) else ''}")
+            order.written(layer, lambda aside, layer=layer: log.append(f"encode {layer}"), alone=True)
+            order.selected((lambda layer=layer: log.append(f"choose {layer}")) if streams.is_capturing else None)
+            log.append(f"attend {layer}")
+            if streams.is_capturing:
+                order.fork(lambda layer=layer: log.append(f"copy {layer}"))
+            order.attended(layer)
+
+    layers("ab")
+    assert log == ["write a", "encode a", "attend a", "write b", "encode b", "attend b"]
+    streams.is_capturing = True
+    forked = [
+        "write a", "fork", "fork", "attend a", "fork", "wait", "encode a", "choose a", "write b in order", "fork", "fork", "attend b", "fork",
+        "join", "copy a", "encode b", "choose b", "copy b",
+    ]
+    for _ in range(2):
+        layers("ab")
+        assert log == forked, "and the first layer of a step waits for nothing"
+    for layer in "ab":
+        order.begins(layer)
+        order.written(layer, lambda aside: None, alone=True)
+        order.selected(lambda layer=layer: layer == "b" and pytest.fail("of a pass that has failed"))  # and then something raised
+    streams.forked.clear()
+    layers("ab")
+    assert log == forked
+
+
 def test_attention_forks_what_nobody_has_forked():
     order, streams = new_order()
     one_pass(order, streams, capture=False, layers="a")
@@ -181,8 +230,8 @@ def _quiet():
         yield
 
 
-def give_streams(engine: MiniEngine) -> Streams:
-    streams = Streams()
+def give_streams(engine: MiniEngine, at_once: bool = False) -> Streams:
+    streams = Streams(at_once)
     engine.state.encode_order.streams = streams
     return streams
 
@@ -277,13 +326,34 @@ def test_a_step_is_of_decode_rows_alone_where_its_metadata_says_so():
         assert not facts.decodes_alone(name)
 
 
+def write_as_on_a_gpu(engine: MiniEngine, monkeypatch, serves=lambda: True) -> list[bool]:
+    """From now on an engine writes as with the CUDA kernels, by the torch operation; returned is where it has said that the launch may begin early."""
+    overlaps, write = [], engine.state.write
+
+    def served(*tensors, kernels, overlap):
+        if serves():
+            overlaps.append(overlap)
+            return write_cache(*tensors, kernels="torch")
+        return False
+
+    def with_cuda(*arguments, **more):
+        with monkeypatch.context() as patch:
+            patch.setattr(state_module, "write_cache", served)
+            patch.setattr(engine.state, "kernels", Choice("cuda", ""))
+            return write(*arguments, **more)
+
+    monkeypatch.setattr(engine.state, "write", with_cuda)
+    return overlaps
+
+
 def test_only_steps_of_decode_rows_alone_write_keys_with_the_kernel_that_lets_others_in(monkeypatch):
     """And what it does not take, vLLM writes: results are the same."""
     plain, engine = MiniEngine(FEW), MiniEngine(FEW)
     written: list[tuple[str, int]] = []
     serves = [True]
 
-    def write(layer, key, value, kv_cache, slots):
+    def write(layer, key, value, kv_cache, slots, *, overlap):
+        assert overlap, "nothing was decided beside attention"
         if serves[0]:
             written.append((layer.name, int((slots >= 0).sum())))
             cache, room = layer.views(kv_cache)
@@ -305,23 +375,14 @@ def test_only_steps_of_decode_rows_alone_write_keys_with_the_kernel_that_lets_ot
 
 def test_the_step_behind_that_write_reads_its_queries_early_and_no_other(monkeypatch):
     engine, told, serves = MiniEngine(FEW), [], [True]
-    decode_step, write = state_module.decode_step, engine.state.write
+    decode_step = state_module.decode_step
 
     def seen(*tensors, queries_settled, **settings):
         told.append(queries_settled)
         decode_step(*tensors, queries_settled=queries_settled, **settings)
 
-    def served(*tensors, kernels, overlap):
-        return serves[0] and write_cache(*tensors, kernels="torch")
-
-    def write_as_on_a_gpu(*arguments):
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.state, "kernels", Choice("cuda", ""))
-            return write(*arguments)
-
     monkeypatch.setattr(state_module, "decode_step", seen)
-    monkeypatch.setattr(state_module, "write_cache", served)
-    monkeypatch.setattr(engine.state, "write", write_as_on_a_gpu)
+    write_as_on_a_gpu(engine, monkeypatch, lambda: serves[0])
     monkeypatch.setattr(engine.state, "rows", 2)
     requests = [Request(seed) for seed in (5, 6, 7)]
     engine.step([(request, 40) for request in requests])
@@ -338,13 +399,14 @@ def test_the_write_that_lets_others_in_is_the_cuda_kernel_or_nothing(monkeypatch
     layer = next(iter(engine.state.layers.values()))
     cache, rows = layer.module.kv_cache, torch.ones(1, 2, 64)
     slots = torch.tensor([40])
-    assert not engine.state.write(layer, rows, rows, cache, slots)
+    assert not engine.state.write(layer, rows, rows, cache, slots, overlap=True)
     assert cache.isnan().all()
     seen = []
     monkeypatch.setattr(state_module, "write_cache", lambda *tensors, kernels, overlap: seen.append((kernels, overlap)) or True)
     monkeypatch.setattr(engine.state, "kernels", Choice("cuda", ""))
-    assert engine.state.write(layer, rows, rows, cache, slots)
-    assert seen == [("cuda", True)]
+    for overlap in (True, False):
+        assert engine.state.write(layer, rows, rows, cache, slots, overlap=overlap)
+    assert seen == [("cuda", True), ("cuda", False)]
 
 
 def test_what_that_kernel_does_not_take_is_said_once(monkeypatch):
@@ -354,6 +416,6 @@ def test_what_that_kernel_does_not_take_is_said_once(monkeypatch):
     layer = next(iter(engine.state.layers.values()))
     rows = torch.ones(1, 2, 64, dtype=torch.bfloat16)
     for _ in range(2):
-        assert not engine.state.write(layer, rows, rows, layer.module.kv_cache, torch.tensor([40]))
+        assert not engine.state.write(layer, rows, rows, layer.module.kv_cache, torch.tensor([40]), overlap=True)
     assert len(said) == 1
     assert "torch.bfloat16 in a cache of torch.float32" in said[0]

@@ -8,6 +8,7 @@ from mini_engine import Request
 from tier_engine import VARIANTS, engine
 
 from kvskim.engines.vllm import probe, tier
+from kvskim.engines.vllm import state as state_module
 
 ALL = {"selector": "mean", "rule": "budget", "budget": 1.0}
 FEW = {"selector": "minmax", "rule": "budget", "budget_pages": 6}
@@ -140,14 +141,14 @@ def test_fault_11_finished_requests_leave_nothing_behind(variant):
     assert int((layer.tier.owner >= 0).sum()) == 3
 
 
-@pytest.mark.parametrize(("variant", "window"), [("mem-v", 2), ("mem-kv", 2), ("mem-kv", 1)])
-def test_copies_beside_the_rest_of_a_captured_step_change_nothing(variant, window):
-    """Copies that come as late as a GPU may make them: outputs are those of `fast`, and hot caches those of copies made at once."""
+@pytest.mark.parametrize(("variant", "window", "soon"), [("mem-v", 2, False), ("mem-kv", 2, False), ("mem-kv", 1, False), ("mem-v", 2, True)])
+def test_choices_and_copies_beside_the_rest_of_a_captured_step_change_nothing(variant, window, soon):
+    """Made as late, or as soon, as a GPU may make them: outputs are those of `fast`, and hot caches those of pages fetched ahead of attention."""
     from test_vllm_encode_placement import give_streams
 
     settings = {**FEW, "window_pages": window}
     e, at_once, resident = engine(settings, 20, variant), engine(settings, 20, variant), engine(settings, variant="fast")
-    streams = give_streams(e)
+    streams = give_streams(e, at_once=soon)
     requests = [[Request(seed) for seed in (1, 2, 1)] for _ in range(3)]
     rng = random.Random(3)
     for lengths in ([200, 90, 40], *([1, 1, 1] for _ in range(20)), [30, 1, 1], *([1, 1, 1] for _ in range(8))):
@@ -159,11 +160,47 @@ def test_copies_beside_the_rest_of_a_captured_step_change_nothing(variant, windo
                 assert torch.equal(a, c)
         check(e.state)
     assert streams.log.count("join") > 15
-    assert streams.log.count("fork") == streams.log.count("join") * (4 if window == 2 else 2)
+    assert streams.log.count("fork") == streams.log.count("join") * (6 if window == 2 else 4)
+    assert streams.log.count("wait") == streams.log.count("join"), "the second of two layers waits for the first"
     for one, two in zip(e.state.layers.values(), at_once.state.layers.values()):
         for name in ("directory", "owner", "stamp", "counters", "clock"):
             assert torch.equal(getattr(one.tier, name), getattr(two.tier, name)), name
         assert int(one.tier.counters[2]) > 40
+
+
+@pytest.mark.parametrize(("variant", "block_size"), [("mem-v", 16), ("mem-v", 64), ("mem-kv", 16)])
+def test_steps_of_decode_rows_alone_write_all_in_one_launch(variant, block_size, monkeypatch):
+    """It may begin early, but behind what was decided beside attention of the layer ahead; the preparation behind it reads the queries early in any case."""
+    from test_vllm_encode_placement import give_streams, write_as_on_a_gpu
+
+    engines = [engine(FEW, 20, variant, block_size=block_size), engine(FEW, variant="fast", block_size=block_size)]
+    streams, overlaps, told, stored = give_streams(engines[0]), write_as_on_a_gpu(engines[0], monkeypatch), [], []
+    decode_step, store = state_module.decode_step, tier.store
+
+    def seen(*tensors, queries_settled, **settings):
+        told.append(queries_settled)
+        decode_step(*tensors, queries_settled=queries_settled, **settings)
+
+    monkeypatch.setattr(tier, "store", lambda *arguments, **more: stored.append(1) or store(*arguments, **more))
+    requests = [[Request(seed) for seed in (1, 2, 3)] for _ in engines]
+    for counts, capturing, begin_early in (
+        ([90, 70, 40], False, []), ([1, 1, 1], False, [True, True]), *[([1, 1, 1], True, [True, False])] * 20, ([1, 30, 1], False, []),
+        ([1, 1, 1], True, [True, False]), ([1, 1, 1], False, [True, True]),
+    ):
+        for log in (overlaps, told, stored):
+            log.clear()
+        outputs = []
+        for e, mine in zip(engines, requests):
+            streams.is_capturing = capturing and e is engines[0]
+            monkeypatch.setattr(state_module, "decode_step", seen if e is engines[0] else decode_step)
+            outputs.append(e.step(list(zip(mine, counts)), pad_rows=2 * (max(counts) == 1)))
+        assert all(torch.equal(a, b) for rows in zip(*outputs) for a, b in zip(*rows))
+        assert overlaps == begin_early
+        assert told == [bool(begin_early)] * (2 if min(counts) == 1 else 0)
+        assert len(stored) == (0 if begin_early else 2)
+        check(engines[0].state)
+    for a, b in zip(*(e.state.layers.values() for e in engines)):
+        assert torch.equal(a.records.records, b.records.records)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

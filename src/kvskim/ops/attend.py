@@ -61,7 +61,7 @@ class AttendScratch(Protocol):
 def attend(
     query: Query, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, *,
     scale: float, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor, lse: Tensor | None = None,
-    scratch: AttendScratch | None, kernels: str, overlap_previous: bool = False,
+    scratch: AttendScratch | None, kernels: str, overlap_previous: bool = False, settled: bool = False, full_pages: int = 0,
 ) -> None:
     """Attention of one query token per request to the selected pages of its KV cache.
 
@@ -82,6 +82,10 @@ def attend(
             than 16 query heads, the Triton kernels attend under "cuda" too; but for latent attention with 512 + 64 channels, see `serves_latent`.
         overlap_previous: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch): the CUDA
             kernels, and the Triton kernels of latent attention.
+        settled: all that is read here but ``pages`` and ``counts`` was complete before the kernel ahead let this launch begin, as behind
+            `kvskim.ops.select.select`. The CUDA kernel of latent attention then reads the query before that kernel has ended.
+        full_pages: where settled, the same of select: requests of at most so many pages have a count of all of them. The CUDA kernel of latent attention
+            attends them without waiting for their count.
 
     Raises:
         ValueError: an argument has another shape, dtype, stride or device than said here.
@@ -109,6 +113,7 @@ def attend(
     if kernels == "cuda" and serves_latent(query, key_cache, value_cache, out):
         _attend_latent(
             query, key_cache, block_table, seq_lens, pages, counts, out, lse, scratch, scale, softcap, k_scale, v_scale, overlap_previous,
+            settled and overlap_previous, full_pages,
         )
         return
     plan = plan_of(query, key_cache, value_cache, block_table)
@@ -135,7 +140,7 @@ def attend(
 
 def _attend_latent(
     query: Query, cache: Tensor, block_table: Tensor, seq_lens: Tensor, pages: Tensor, counts: Tensor, out: Tensor, lse: Tensor | None,
-    scratch: AttendScratch, scale: float, softcap: float, k_scale: float, v_scale: float, overlap_previous: bool,
+    scratch: AttendScratch, scale: float, softcap: float, k_scale: float, v_scale: float, overlap_previous: bool, settled: bool, full_pages: int,
 ) -> None:
     from kvskim.ops.cuda.attend_latent import attend_latent_cuda
 
@@ -150,6 +155,7 @@ def _attend_latent(
     attend_latent_cuda(
         first, others[0] if others else first[..., LATENT_VALUE_DIM:], cache, block_table, seq_lens, pages, counts, out, lse, scratch.attend_partials,
         scratch.attend_tickets, plan.cluster, clusters, plan.pages_per_split, plan.crowded, scale, softcap, k_scale, v_scale, overlap_previous,
+        settled, full_pages,
     )
 
 

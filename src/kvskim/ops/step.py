@@ -44,14 +44,14 @@ class StepSettings:
 def decode_step(
     settings: StepSettings, query: Query, key_cache: Tensor, values: Tensor | HostTier, records: Tensor, block_table: Tensor, seq_lens: Tensor, *,
     ready: Tensor, workspace: Workspace, buffers: StepBuffers, out: Tensor, lse: Tensor | None = None,
-    fetching: FetchScratch | None = None, copies: bool = True, selected: Callable[[], None] | None = None,
+    fetching: FetchScratch | None = None, selected: Callable[[], None] | None = None,
     queries_settled: bool = False,
 ) -> None:
     """Sparse attention of one query token per request; the selection stays in ``buffers``. Shapes as in the operations.
 
-    values: the value cache, or the tier that holds values, or keys and values, in host memory; then ``fetching`` are the buffers of
-        `kvskim.ops.fetch`, and of a tier with keys ``key_cache`` is its own.
-    copies: False leaves the copies of fetched pages to `kvskim.ops.fetch.copy_fetched`.
+    values: the value cache, or the tier that holds values, or keys and values, in host memory; of a tier with keys ``key_cache`` is its own.
+    fetching: of a tier, the buffers of `kvskim.ops.fetch`. None: nothing is fetched ahead of attention, which reads from the host what is not hot; the
+        caller fetches without copies once the pages are selected, and copies when attention has ended.
     queries_settled: queries were complete before `kvskim.ops.write_cache.write_cache` ran, and nothing but `encode` was launched since, see `score`.
     selected: called when select is under way and attend is not: what the caller wants to run beside attention.
 
@@ -78,10 +78,11 @@ def decode_step(
     if isinstance(values, HostTier):
         if s.k_scale != 1.0 or s.v_scale != 1.0:
             raise ValueError(f"k_scale is {s.k_scale} and v_scale {s.v_scale}; pages in host memory are not float8, so both must be 1")
-        fetch(
-            values, block_table, seq_lens, b.pages, b.counts, block_size=key_cache.shape[1], scratch=fetching, kernels=s.kernels,
-            overlap_previous=s.overlap, copies=copies,
-        )
+        if fetching is not None:
+            fetch(
+                values, block_table, seq_lens, b.pages, b.counts, block_size=key_cache.shape[1], scratch=fetching, kernels=s.kernels,
+                overlap_previous=s.overlap,
+            )
         attend_tiered(
             joined(query, s.kernels), key_cache, values, block_table, seq_lens, b.pages, b.counts, scale=s.scale, softcap=s.softcap, out=out, lse=lse,
             scratch=workspace, kernels=s.kernels, overlap_previous=s.overlap,
@@ -89,5 +90,5 @@ def decode_step(
         return
     attend(
         query, key_cache, values, block_table, seq_lens, b.pages, b.counts, scale=s.scale, softcap=s.softcap, k_scale=s.k_scale, v_scale=s.v_scale,
-        out=out, lse=lse, scratch=workspace, kernels=s.kernels, overlap_previous=s.overlap,
+        out=out, lse=lse, scratch=workspace, kernels=s.kernels, overlap_previous=s.overlap, settled=True, full_pages=s.rule.full_pages,
     )

@@ -115,8 +115,16 @@ class HostTier:
         """
         if not self.with_keys:
             raise ValueError("the tier holds values and no keys")
-        host = self.host if self.host.device == self.device else on_device(self.host, self.device)
-        return host[:, :, 0].transpose(1, 2)
+        return self._pool[:, :, 0].transpose(1, 2)
+
+    @functools.cached_property
+    def value_cache(self) -> Tensor:
+        """The values of ``host``, like `key_cache`."""
+        return self._pool[:, :, -1].transpose(1, 2)
+
+    @functools.cached_property
+    def _pool(self) -> Tensor:
+        return self.host if self.host.device == self.device else on_device(self.host, self.device)
 
 
 @dataclass(frozen=True)

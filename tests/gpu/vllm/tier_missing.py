@@ -1,12 +1,13 @@
-"""A share of the hot cache lost before each fetch: what a decode costs whose selections change from step to step, on data whose selections don't."""
+"""A share of the hot cache lost in each step: what a decode costs whose selections change from step to step, on data whose selections don't."""
 
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kvskim.ops import step
+from kvskim.ops.fetch import FetchScratch
 from kvskim.tier.pages import HostTier
 
 WHOLE = 65536
@@ -26,17 +27,30 @@ def _lose_kernel(directory, owner, clock, share, slots, BLOCK: tl.constexpr):
 
 
 def lose(tier: HostTier, share: torch.Tensor) -> None:
-    """Empty so many 65536ths (int32 ``[1]`` on the device) of the slots, others in each fetch."""
+    """Empty so many 65536ths (int32 ``[1]`` on the device) of the slots, others in each step."""
     _lose_kernel[(triton.cdiv(tier.slots, 1024),)](tier.directory, tier.owner, tier.clock, share, tier.slots, BLOCK=1024)
 
 
-def lose_before_fetch(device: str) -> torch.Tensor:
-    """From now on every decode step loses a share of the hot cache: the one that is in the tensor given back, at first none. Before an engine is made."""
-    share, fetch = torch.zeros(1, dtype=torch.int32, device=device), step.fetch
+def lose_for_next_step(device: str) -> torch.Tensor:
+    """From now on a layer loses a share of its hot cache for its next decode step: the one that is in the tensor given back, at first none. In vLLM.
 
-    def fetch_after(tier: HostTier, *arguments: Any, **more: Any) -> None:
+    It does so behind all else that the step does with the hot cache: where copies are made beside the layers that follow, behind the copies, so that no
+    layer waits for it; else behind attention.
+    """
+    from kvskim.engines.vllm import state
+
+    share, decode_step, copy_fetched = torch.zeros(1, dtype=torch.int32, device=device), state.decode_step, state.copy_fetched
+
+    def step(
+        settings: Any, query: Any, key_cache: Tensor, values: Tensor | HostTier, *arguments: Any, fetching: FetchScratch | None = None, **more: Any
+    ) -> None:
+        decode_step(settings, query, key_cache, values, *arguments, fetching=fetching, **more)
+        if isinstance(values, HostTier) and fetching is not None:
+            lose(values, share)
+
+    def copy(tier: HostTier, scratch: FetchScratch, **more: Any) -> None:
+        copy_fetched(tier, scratch, **more)
         lose(tier, share)
-        fetch(tier, *arguments, **more)
 
-    step.fetch = fetch_after
+    state.decode_step, state.copy_fetched = step, copy
     return share

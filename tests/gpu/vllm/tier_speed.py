@@ -5,9 +5,10 @@ together. All start at once, so their memory must fit side by side, and measure 
 weights and with a filled cache. A folder with weights prefills a text.
 
 Without weights the pages of a request look all alike to its queries, so every step selects the same ones and finds them hot. ``--missing`` takes a share of
-the hot cache away before each fetch, at random: then that share of the selected pages is missing in each step, as on real text. On SmolLM2 it is 14%,
-6.6%, 3.4% and 2.0% with slots for 1.2, 2, 4 and 8 times a selection (`benchmarks/page_reuse.py`). What takes them away is a small kernel in each layer,
-and the times contain it. What is missing crosses the bus twice in captured steps: attention reads it where it is, and its copy is made afterwards.
+the hot cache away in each step, at random: then that share of the selected pages is missing in the next one, as on real text. On SmolLM2 it is 14%,
+6.6%, 3.4% and 2.0% with slots for 1.2, 2, 4 and 8 times a selection (`benchmarks/page_reuse.py`). What takes them away is a small kernel for each layer.
+In captured steps it runs behind the copies of the layer, beside the layers that follow, which do not wait for it. There what is missing crosses the bus
+twice: attention reads it where it is, and its copy is made afterwards.
 
     python tests/gpu/vllm/tier_speed.py fast:40:1x128K,8x32K mem-v:40:1x128K,8x32K --pages 32 --missing 1x128K=0.02,8x32K=0.066
     python tests/gpu/vllm/tier_speed.py --model glm4-9b-1m dense:12:4x32K mem-kv:12:1x1M,32x32K --hot 7 --host 81 --missing 1x1M=0.02,32x32K=0.12
@@ -45,12 +46,16 @@ def work(spec_file: str, result_file: str) -> None:
     from kvskim.bench.e2e_plan import DENSE, KVSKIM, Job
     from kvskim.engines.vllm import probe, sampler
     from kvskim.engines.vllm.check import attention_backend
+    from kvskim.ops.triton import host_fetch
+
+    if spec["copies"] is not None:
+        host_fetch.COPIES = spec["copies"]
 
     share = None
     if any(spec["missing"]):
-        from tier_missing import WHOLE, lose_before_fetch
+        from tier_missing import WHOLE, lose_for_next_step
 
-        share = lose_before_fetch("cuda")
+        share = lose_for_next_step("cuda")
     backend = attention_backend(spec["llm"]["model"], spec["settings"])
     from vllm import LLM
 
@@ -100,6 +105,11 @@ def work(spec_file: str, result_file: str) -> None:
                 ids = [prompts.take(job.context - long) for _ in range(job.batch)]
                 selected, missing, homeless, nbytes = (-fetched_in(short, job, ids) + fetched_in(long, job, ids)).tolist()
                 row.update(hit=1 - missing / selected, homeless=homeless / selected, token_bytes=nbytes / (long - short) / job.batch)
+            if spec["profile"]:
+                found = bench.profile(job)
+                step = {group["group"]: group["us"] for group in found["groups"]}
+                step |= {"idle between kernels": found["gaps_us"], "idle, longer gaps": found["waits_us"], "step": found["step_us"]}
+                row["layer_us"] = {name: us / spec["layers"] for name, us in step.items()}
         except Exception as error:  # the other cases are worth having
             row["error"] = f"{type(error).__name__}: {error}"
             continue
@@ -129,7 +139,9 @@ def main() -> int:
     arguments.add_argument("--host", type=float, default=60.0, help="GiB of host memory")
     arguments.add_argument("--pages", type=int, default=128, help="of a geometry: pages attended")
     arguments.add_argument("--missing", default=None, help="share of the selected pages that is missing in each step, as CASE=SHARE,CASE=SHARE")
+    arguments.add_argument("--copies", type=int, default=None, help="programs of each multiprocessor that copy what was missing; left out: as in an engine")
     arguments.add_argument("--settings", default="{}", help="more settings as JSON")
+    arguments.add_argument("--profile", action="store_true", help="also say what the kernels of a decode step take, in groups")
     arguments.add_argument("--repetitions", type=int, default=2)
     arguments.add_argument("--seconds", type=float, default=540.0, help="most time for all engines")
     a = arguments.parse_args()
@@ -161,7 +173,8 @@ def main() -> int:
             shares = [missing.get((job.batch, job.context), 0.0) if variant in HOT else 0.0 for job in jobs]
             spec.write_text(json.dumps(dict(
                 llm=llm, settings=own, memory=float(gib), real=real, repetitions=a.repetitions, jobs=[asdict(job) for job in jobs], missing=shares,
-                ready=str(ready), go=str(go),
+                ready=str(ready), go=str(go), profile=a.profile, copies=a.copies if variant in HOT else None,
+                layers=int(json.loads(Path(folder, "config.json").read_text())["num_hidden_layers"]),
             )))
             with log.open("w") as output:
                 process = subprocess.Popen([sys.executable, __file__, "--worker", str(spec), str(result)], stdout=output, stderr=subprocess.STDOUT)
@@ -202,6 +215,14 @@ def main() -> int:
             runs = " ".join(f"{run:.2f}" for run in row["runs"])
             rows.append([title, variant, r["kernels"], f"{row['tpot_ms']:.2f}", ratio, f"{1000 * batch / row['tpot_ms']:.0f}", *percent, moved, runs])
     print(table(header, rows))
+    profiles = {
+        f"{variant} {row['job']['batch']} x {row['job']['context'] >> 10}K": row["layer_us"]
+        for variant, r in results.values() for row in r["rows"] if "layer_us" in row
+    }
+    if profiles:
+        names = dict.fromkeys(name for of in profiles.values() for name in of if name != "step")
+        print()
+        print(table(["us of a layer", *profiles], [[name, *(f"{of.get(name, 0.0):.1f}" for of in profiles.values())] for name in (*names, "step")]))
     return exit_status(problems)
 
 

@@ -8,7 +8,8 @@ every layer and joined once, behind attention of the last layer, so that no kern
 room on the multiprocessors from the scan of the records, which wants every register; attention leaves some. Eager steps, steps with prefills and
 smaller windows make them at once.
 
-What attention has read from host memory is copied into the hot cache in the same way: behind attention of its layer, beside what follows.
+What attention has read from host memory is copied into the hot cache in the same way: behind attention of its layer, beside what follows. What is
+copied where is decided beside attention. That reads the selection, and the layers have one table for it: the next layer writes nothing before it is done.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ class Streams(Protocol):
     def fork(self, work: Callable[[], None]) -> None:
         """Run ``work`` on the side stream, behind what is on the current stream so far."""
 
+    def mark(self) -> None:
+        """Remember how much work the side stream has."""
+
+    def wait(self) -> None:
+        """Let what comes next on the current stream wait for the work that the side stream had at the last mark."""
+
     def join(self) -> None:
         """Let what comes next on the current stream wait for the side stream."""
 
@@ -44,6 +51,7 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)
+        self._marked = torch.cuda.Event()
 
     def capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
@@ -53,6 +61,12 @@ class CudaStreams:
         with torch.cuda.stream(self._side):
             work()
 
+    def mark(self) -> None:
+        self._marked.record(self._side)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._marked)
+
     def join(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._side)
 
@@ -60,9 +74,9 @@ class CudaStreams:
 class EncodeOrder:
     """Makes the records of each layer of a pass of the model, at once or forked, runs other work of a layer on the same side stream, and joins.
 
-    A pass calls `written`, `selected` and `attended`, for one layer after the other. Which layer is the last one is learnt from the pass before (vLLM warms up
-    before it captures); until it is known, and behind a layer where the side stream was joined, nothing is forked: a graph with a stream that is not
-    joined can't be captured.
+    A pass calls `begins`, `written`, `selected` and `attended`, for one layer after the other. Which layer is the last one is learnt from the pass before
+    (vLLM warms up before it captures); until it is known, and behind a layer where the side stream was joined, nothing is forked: a graph with a stream
+    that is not joined can't be captured.
 
     Args:
         window_pages: pages at the end of a request that are always attended.
@@ -80,6 +94,21 @@ class EncodeOrder:
         self._joined = False
         self._pending = False
         self._held: Callable[[], None] | None = None
+        self._deciding = False
+
+    def begins(self, layer: str) -> bool:
+        """Nothing of a layer is on the current stream yet: what comes next waits for what was decided beside attention of the layer ahead.
+
+        Returns:
+            whether there is anything to wait for. Then the kernel that comes next must be launched as an ordinary one, which begins when all that is
+            ahead of it has ended, on either stream; those behind it may begin early.
+        """
+        # What a pass that failed has left is no concern of the next one.
+        waits, self._deciding = self._deciding and layer != self._first, False
+        if waits:
+            assert self.streams is not None
+            self.streams.wait()
+        return waits
 
     def written(self, layer: str, encode: Callable[[bool], None], *, alone: bool) -> None:
         """The keys of a layer are in the cache: make its records.
@@ -107,14 +136,23 @@ class EncodeOrder:
         self._pending = True
         self.streams.fork(work)
 
-    def selected(self) -> None:
-        """The pages of a layer, or of its first rows, are chosen on the current stream: what `written` has held back may run beside attention."""
+    def selected(self, decide: Callable[[], None] | None = None) -> None:
+        """The pages of a layer, or of its first rows, are selected on the current stream: what `written` has held back may run beside attention.
+
+        Args:
+            decide: reads the selection, beside attention; only where `may_fork` says so.
+        """
         held, self._held = self._held, None
         if held is not None:
             if self.streams is None or not self.streams.capturing():
                 # Made now they would be made once, and never again by the graph that holds the write.
                 raise RuntimeError("the write of a layer was captured in a CUDA graph and its attention is not; its records would be missing")
             self.fork(held)
+        if decide is not None:
+            assert self.streams is not None
+            self.fork(decide)
+            self.streams.mark()
+            self._deciding = True
 
     def attended(self, layer: str) -> None:
         """Attention of a layer is on the current stream, and all other work of it under way."""
@@ -122,7 +160,7 @@ class EncodeOrder:
         if self._pending and not self._joined and layer == self._last:
             assert self.streams is not None
             self.streams.join()
-            self._joined = True
+            self._joined, self._deciding = True, False
 
     def _enter(self, layer: str) -> None:
         if self._first is None:

@@ -156,9 +156,11 @@ class SkimImpl(FlashAttentionImpl):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         alone = decodes_alone(sparse.name)
-        if host_cache is None:
-            if not (alone and self.skim_state.write(sparse, key, value, kv_cache, slot_mapping)):
-                super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        overlap = self.skim_state.writes(sparse)
+        if alone and self.skim_state.write(sparse, key, value, kv_cache, slot_mapping, overlap=overlap):
+            pass  # all of it, in one launch
+        elif host_cache is None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         else:
             if not host_cache.with_keys:
                 # The cache has keys and no values: they are written twice to the same place, which costs less than a kernel of our own.

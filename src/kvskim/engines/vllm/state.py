@@ -34,7 +34,7 @@ from kvskim.metrics import metrics
 from kvskim.ops.attend import Kernels
 from kvskim.ops.dispatch import Choice, choose
 from kvskim.ops.encode import encode
-from kvskim.ops.fetch import copy_fetched
+from kvskim.ops.fetch import copy_fetched, fetch
 from kvskim.ops.latent_query import Query
 from kvskim.ops.score import fills_pieces, scorer
 from kvskim.ops.step import StepSettings, decode_step
@@ -137,7 +137,7 @@ class SkimState:
         self.workspaces: dict[tuple[int, int, int], Workspace] = {}
         self._buffers: dict[tuple[tuple[int, int, int], int], StepBuffers] = {}
         self._settings: dict[tuple[str, int, bool], StepSettings] = {}
-        self._reported = self._said_vllm_writes = False
+        self._reported = self._said_others_write = False
         self.capturing = False
         """vLLM builds steps to capture them."""
         self.loading = 0
@@ -290,25 +290,33 @@ class SkimState:
         if not self.layers:
             self.report()
 
-    def write(self, layer: LayerState, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> bool:
-        """Write K and V of a step of decode rows alone with the kernel that lets the decode kernels behind it begin early.
+    def writes(self, layer: LayerState) -> bool:
+        """The keys and values of a step are about to be written to a layer: its first work in a step.
+
+        Returns:
+            whether the kernel that comes next may begin before the one ahead of it has ended.
+        """
+        return not self.encode_order.begins(layer.name)
+
+    def write(self, layer: LayerState, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, overlap: bool) -> bool:
+        """Write K and V of a step of decode rows alone, wherever they are, with the kernel that lets the decode kernels behind it begin early.
 
         Args:
             key, value: ``[T', H, D]`` with T' >= T.
             kv_cache: the layer's cache as vLLM gives it.
             slot_mapping: int64 ``[T]``, -1: none.
+            overlap: from `writes`.
 
         Returns:
-            False: nothing was written, vLLM must; other kernels than the CUDA ones, float8, or rows that are not aligned.
+            False: nothing was written, others must; other kernels than the CUDA ones, float8, or rows that are not aligned.
         """
         if self.kernels.kernels != "cuda":
             return False
-        key_cache, value_cache = layer.views(kv_cache)
-        assert isinstance(value_cache, Tensor)
-        written = write_cache(key, value, key_cache, value_cache, slot_mapping, kernels="cuda", overlap=True)
-        if not written and not self._said_vllm_writes:
-            self._said_vllm_writes = True
-            self.log(f"vLLM writes the keys of decode steps, and decode kernels wait for it: {key.dtype} in a cache of {kv_cache.dtype}, or rows not aligned")
+        written = write_cache(key, value, *layer.views(kv_cache), slot_mapping, kernels="cuda", overlap=overlap)
+        if not written and not self._said_others_write:
+            self._said_others_write = True
+            reason = f"{key.dtype} in a cache of {kv_cache.dtype}, or rows not aligned"
+            self.log(f"the keys of decode steps are written by a kernel that lets no other begin early: {reason}")
         layer.wrote = written
         return written
 
@@ -348,7 +356,8 @@ class SkimState:
             raise RuntimeError(f"layer {layer.name} decodes before vLLM's profiling run, or before its records were bound")
         key_cache, values = layer.views(kv_cache)
         fetching = self.host_cache.scratch[layer.name] if self.host_cache is not None else None
-        # Nothing of this step needs the copies: attention reads what is missing where it is, beside what is hot.
+        # Nothing of this step needs the copies: attention reads what is missing where it is, beside what is hot. Nor does it need to be known meanwhile
+        # what will be copied where: the slots of pages that are selected stay as they are.
         aside = fetching is not None and query.shape[0] <= self.rows and self.encode_order.may_fork(alone=alone)
         workspace = self.workspaces[layer.geometry]
         # A wider table than requests can fill would ask for more scratch memory than there is.
@@ -357,10 +366,17 @@ class SkimState:
             rows = slice(first, min(first + self.rows, query.shape[0]))
             shared = self._step_buffers(layer.geometry, rows.stop - rows.start)
             buffers = replace(shared, counts=layer.counts[rows], covered=layer.covered[rows])
+            decide = None
+            if aside:
+                assert isinstance(values, HostTier)
+                decide = partial(
+                    fetch, values, block_table[rows], seq_lens[rows], buffers.pages, buffers.counts, block_size=key_cache.shape[1], scratch=fetching,
+                    kernels=self.kernels.kernels, copies=False,
+                )
             decode_step(
                 self._settings_for(layer, rows.stop - rows.start, key_cache, alone), query[rows], key_cache, values, records, block_table[rows],
-                seq_lens[rows], ready=self.ready, workspace=workspace, buffers=buffers, out=out[rows], fetching=fetching,
-                copies=not aside, selected=self.encode_order.selected,
+                seq_lens[rows], ready=self.ready, workspace=workspace, buffers=buffers, out=out[rows], fetching=None if aside else fetching,
+                selected=partial(self.encode_order.selected, decide),
                 # vLLM has the keys written when the queries are complete; of parts of a query that are still multiplied it does not say so.
                 queries_settled=layer.wrote and alone and isinstance(query, Tensor),
             )

@@ -223,8 +223,10 @@ class HostCache:
         # vLLM profiles in inference mode, and binds outside.
         with torch.inference_mode():
             layer.tier = join_tier(memory.view(shape, dtype), cache, directory.view(torch.int32).view(pages, heads))
+            # Made now, and not in a step that is captured.
+            _ = layer.tier.value_cache
             if self.with_keys:
-                _ = layer.tier.key_cache  # made now, and not in a step that is captured
+                _ = layer.tier.key_cache
             # None yet. Eager steps do not call it with the CUDA kernels, and a captured one can't load a kernel.
             self.scratch[layer.name].fetched_pages.zero_()
             copy_fetched(layer.tier, self.scratch[layer.name], kernels=self._kernels)
@@ -252,7 +254,10 @@ class HostCache:
     # ---- steps ----
 
     def store(self, layer: LayerState, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """Write what is on the host of the tokens of a step: ``key`` and ``value [T', H, D]`` for ``slot_mapping`` int64 ``[T]``."""
+        """Write what is on the host of the tokens of a step: ``key`` and ``value [T', H, D]`` for ``slot_mapping`` int64 ``[T]``.
+
+        For steps that `SkimState.write` does not write.
+        """
         if layer.tier is None:
             raise RuntimeError(f"layer {layer.name} writes {self._what} before vLLM has bound its cache")
         store(layer.tier, value, slot_mapping, keys=key if self.with_keys else None, kernels=self._kernels)

@@ -5,8 +5,8 @@
 namespace kvskim {
 namespace {
 
-// Ring of a CTA that has a multiprocessor to itself, with 68 KB left for the kernels ahead and behind; and of one that shares it with another.
-constexpr int kLongRing = 8, kShortRing = 5;
+// Ring of a CTA that has a multiprocessor to itself, and of one that shares it with another.
+constexpr int kLongRing = 8, kShortRing = 4;
 
 // While there are fewer requests than multiprocessors: clusters that all run at once, a CTA on a multiprocessor, and as many for a long request as do.
 // A cluster lies within a group of processors, so what fits is asked for. CTAs that could share a multiprocessor would crowd on those that the kernel
@@ -15,43 +15,49 @@ template <bool HALF>
 cudaError_t launch_latent(LatentParameters a, bool crowded, int flags, cudaStream_t stream) {
   const auto alone = attend_latent_kernel<HALF, kLongRing>, shared = attend_latent_kernel<HALF, kShortRing>;
   constexpr int kAlone = LatentShape<kLongRing>::kBytes, kShared = LatentShape<kShortRing>::kBytes;
-  static_assert(kAlone >= shared_bytes_for_residents(1) && 2 * (kShared + 1024) <= 228 * 1024);
+  constexpr int kLongThreads = LatentShape<kLongRing>::kThreads;
+  static_assert(kAlone >= shared_bytes_for_residents(1) && kAlone <= kMaximumShared && 2 * (kShared + 1024) <= 228 * 1024);
   const int rows = a.heads * a.blocks * a.requests;
   int resident = 0;
   for (;; --a.cluster) {
-    const cudaError_t error = resident_clusters(reinterpret_cast<const void*>(alone), kLatentThreads, kAlone, a.cluster, resident);
+    const cudaError_t error = resident_clusters(reinterpret_cast<const void*>(alone), kLongThreads, kAlone, a.cluster, resident);
     if (error != cudaSuccess) return error;
     if (rows <= resident || a.cluster == 1) break;
   }
+  a.share = latent_share(a.cluster);
+  a.share_inverse = ceil_div(1 << 16, a.share);
   if (!crowded) a.clusters = max(1, min(a.clusters, resident / rows));
   const dim3 grid(a.heads * a.blocks, a.requests, a.cluster * a.clusters);
-  if (rows <= resident) return launch_cluster(alone, grid, kLatentThreads, kAlone, a.cluster, stream, flags, a);
-  return launch_cluster(shared, grid, kLatentThreads, kShared, a.cluster, stream, flags, a);
+  if (rows <= resident) return launch_cluster(alone, grid, kLongThreads, kAlone, a.cluster, stream, flags, a);
+  return launch_cluster(shared, grid, LatentShape<kShortRing>::kThreads, kShared, a.cluster, stream, flags, a);
 }
 
 }  // namespace
 }  // namespace kvskim
 
-// Strides count elements. query [requests, heads * group, 512] and rest [requests, heads * group, 64] with rows at multiples of 4 bytes; cache
-// [blocks, pages_per_block * 16, heads, 576] with rows at multiples of 16 bytes; block_table [requests, ...], seq_lens [requests],
+// Strides count elements. query [requests, heads * group, 512] and rest [requests, heads * group, 64] with rows at multiples of query_unit bytes, 4 or
+// 16; cache [blocks, pages_per_block * 16, heads, 576] with rows at multiples of 16 bytes; block_table [requests, ...], seq_lens [requests],
 // pages [requests, heads, table_capacity], counts [requests, heads], out [requests, heads * group, 512] with rows at multiples of 8 bytes,
 // lse [requests, heads * group] or null, partials: requests * heads * clusters * group * 514 floats, 16-byte aligned (not used when clusters is 1),
 // tickets: requests * heads * ceil(group / 16) * 16 unsigned, zero before the first launch; every launch leaves them zero.
 // `cluster` CTAs, up to 16, share each (request, kv head, 16 query heads), fewer where a GPU can't have so many at once; up to `clusters` such
 // clusters, and no more than its count needs at pages_per_split pages a CTA, nor, unless `crowded`, than run at once.
+// flags: kOverlapPrevious; kQueriesSettled: all that is read here but pages and counts was complete before the kernel ahead let this one begin, as behind
+// select. Then requests of up to full_pages pages, whose count must be all of them, are attended without waiting for that kernel.
 // type is ElementType of query, cache and out.
 extern "C" int kvskim_attend_latent(const void* query, int64_t query_request_stride, int64_t query_head_stride, const void* rest,
                                     int64_t rest_request_stride, int64_t rest_head_stride, const void* cache, int64_t block_stride,
                                     int64_t token_stride, int64_t head_stride, const int* block_table, int64_t block_table_stride,
                                     const int* seq_lens, const int* pages, const int* counts, void* out, int64_t out_request_stride,
                                     int64_t out_head_stride, float* lse, float* partials, unsigned* tickets, int requests, int heads, int group,
-                                    int pages_per_block, int table_capacity, int cluster, int clusters, int pages_per_split, int crowded, int type,
-                                    float scale, float softcap, float k_scale, float v_scale, int flags, cudaStream_t stream) {
+                                    int pages_per_block, int table_capacity, int query_unit, int full_pages, int cluster, int clusters,
+                                    int pages_per_split, int crowded, int type, float scale, float softcap, float k_scale, float v_scale, int flags,
+                                    cudaStream_t stream) {
   using namespace kvskim;
   if (requests < 0 || requests > 65535 || heads < 1 || group < 1 || group > kLargestGroup || pages_per_block < 1 || cluster < 1 ||
       cluster > kLatentCluster || clusters < 1 || cluster * clusters > 65535 || pages_per_split < 1)
     return cudaErrorInvalidValue;
-  if (type != kBFloat16 && type != kFloat16) return cudaErrorInvalidValue;
+  if ((type != kBFloat16 && type != kFloat16) || (query_unit != 4 && query_unit != 16)) return cudaErrorInvalidValue;
   if (requests == 0) return cudaSuccess;
   LatentParameters a{};
   a.query = static_cast<const uint16_t*>(query);
@@ -67,6 +73,9 @@ extern "C" int kvskim_attend_latent(const void* query, int64_t query_request_str
   a.lse = lse, a.partials = partials, a.tickets = tickets;
   a.requests = requests, a.heads = heads, a.group = group, a.blocks = ceil_div(group, kLatentHeads);
   a.table_capacity = table_capacity;
+  a.query_unit = query_unit;
+  a.settled = flags & kQueriesSettled;
+  a.full_pages = full_pages;
   a.cluster = cluster, a.clusters = clusters, a.pages_per_split = pages_per_split;
   a.pages_per_block = pages_per_block;
   a.block_shift = 27;  // with 2^shift >= pages_per_block * 2^27 the rounded-up reciprocal divides exactly

@@ -1,20 +1,24 @@
 // Sparse paged decode attention over latent rows (MLA): 512 channels that are both key and value, then 64 rotary channels of the key alone.
 // Up to 16 query heads of one request and kv head share every row; a block of so many is what a CTA attends for.
 //
-// Products have the query heads as the 16 rows of the tensor core product: S[16, tokens] = q K^T, then O[16, 512] += P V. Eight warps work on a
-// tile of two pages (32 tokens), in two halves of four: a half owns the even or the odd pages of the CTA.
-//   copies   a warp copies a quarter of a page of its half, 16 bytes a lane, into a ring of RING pages; a page that a tile has left is
-//            replaced at once, so that all but the tile in work is under way.
-//   logits   a warp multiplies the 16 tokens of its half's page by a quarter of the channels (9 steps of 16, 36 registers of the query).
-//            The quarters are added up through shared memory, each warp for 8 tokens and 8 heads.
-//   weights  exp2(x - m) with an m of these 8 tokens, rounded up to a whole number: bringing the weights of several such groups to one
-//            maximum is then exact. Only this scale is exchanged, so no barrier is needed for a maximum of the tile.
-//   output   a warp adds 64 channels of all 16 heads (32 registers): nothing is left to be put together among warps.
-// The CTAs of a thread-block cluster share a (request, kv head, block of heads). Each leaves its sums in its shared memory and reads 512 / cluster
-// channels (rounded up to four) from all the others. Where the pages are many, several clusters share them, and put their parts together through global memory.
+// Products have the query heads as the 16 rows of the tensor core product: S[16, tokens] = q K^T, then O[16, 512] += P V. The warps of a CTA have
+// three roles and meet at signals of their own for each page of a ring, so that the loads, the two products and the softmax of different pages overlap:
+//   copies   one warp copies the rows of page after page, 16 bytes a lane, into the ring of RING pages.
+//   logits   four warps take a page each in turn: all 36 steps of 16 channels, so nothing is left to be added up among warps. A warp keeps a running
+//            maximum m of its own pages for each head, rounded up to a whole number, and leaves the weights exp2(x - m), as operands of the second
+//            product, with m. Bringing the weights of several warps to one maximum is then exact.
+//   values   four warps add 128 channels of all 16 heads each (64 registers), in the order of the pages, and give the page's place back.
+// The query is the left operand of the logits: in registers, 144 of them, where a CTA has a multiprocessor to itself; else read from shared memory.
 //
-// Shared memory: a row is stored with 16 bytes of padding, so the 8 rows of an ldmatrix phase lie in 8 different bank groups. RING = 5: 93440 +
-// 10112 bytes, two CTAs on a multiprocessor, 56 to 93 KB under way each; RING = 8: 149504 + 10112, one CTA.
+// The CTAs of a thread-block cluster share a (request, kv head, block of heads). Each sends every other one its sums of 512 / cluster channels (rounded
+// up to four) by bulk copies between shared memories: nobody fences, and each waits for the bytes that it is to get; its own part stays where it is. Where
+// the pages are many, several clusters share them, and put their parts together through global memory.
+//
+// Every place of the ring belongs to one warp of each of the first two roles (RING is a multiple of their numbers): a signal tells a phase only from the one
+// ahead of it, so who waits for a phase must have seen the one before.
+//
+// Shared memory: a row is stored with 16 bytes of padding, so the 8 rows of an ldmatrix phase lie in 8 different bank groups. RING = 4: 94 KB, two CTAs
+// on a multiprocessor, up to 75 KB under way each, no clusters; RING = 8: 210 KB, one CTA, 150 KB under way.
 #pragma once
 #include "attend_latent_merge.cuh"
 
@@ -22,342 +26,340 @@ namespace kvskim {
 
 template <int RING>
 struct LatentShape {
-  static constexpr int kRowBytes = 2 * (kLatentChannels + kRotaryChannels), kRowStride = kRowBytes + 16;
-  static constexpr int kPage = kPageTokens * kRowStride;
-  static constexpr int kParts = RING * kPage;               // [quarter][8 tokens][8 heads][lane] two logits
-  static constexpr int kWeights = kParts + 4 * 4 * 2 * 32 * 8;  // [head] of kWeightStride bytes: weights of 32 tokens
-  static constexpr int kWeightStride = 80;
-  static constexpr int kScales = kWeights + kLatentHeads * kWeightStride;  // [head][8 tokens]: base 2 logarithm of the weights' scale
-  static constexpr int kSums = kScales + kLatentHeads * 4 * 4;             // the same: sums of weights, at the end
-  static constexpr int kPairs = kSums + kLatentHeads * 4 * 4;              // [head]: maximum and sum, at the end
-  static constexpr int kBytes = kPairs + kLatentHeads * 8;
-  // At the end the ring holds the sums of values: [head] of kOutputStride floats.
-  static constexpr int kOutputStride = kLatentChannels + 8;
-  static_assert(kLatentHeads * kOutputStride * 4 <= RING * kPage && kParts % 16 == 0 && kWeights % 16 == 0 && kScales % 16 == 0);
+  static constexpr bool kAlone = RING > 4;  // on a multiprocessor
+  static constexpr int kCopyWarps = kAlone ? 4 : 2, kThreads = 32 * (kLogitWarps + kValueWarps + kCopyWarps);
+  // Steps of 16 channels of which a logit warp keeps the query in registers: with 12 warps on a multiprocessor there are 168, with 20 of them 96.
+  static constexpr int kSteps = kLatentRowBytes / 32, kResident = kAlone ? 24 : 0;
+  static constexpr int kRowStride = kLatentRowBytes + 16, kPage = kPageTokens * kRowStride;
+  static constexpr int kQuery = RING * kPage;                            // [head] as the rows of a page
+  static constexpr int kWeights = kQuery + kLatentHeads * kRowStride;    // [place in the ring][lane] of a left operand of four registers
+  static constexpr int kScales = kWeights + RING * 512;                  // [place][head]: base 2 logarithm of the weights' scale
+  static constexpr int kEnds = kScales + RING * kLatentHeads * 4;        // [logit warp][head]: its scale and sum of weights at the end
+  static constexpr int kValid = kEnds + kLogitWarps * kLatentHeads * 8;  // [place]: tokens of the page
+  static constexpr int kSignals = kValid + ceil_div(RING, 4) * 16;       // [place] loaded, [place] weighed, [place] free, sent
+  static constexpr int kSent = ceil_div(kSignals + (3 * RING + 1) * 8, 16) * 16;  // [CTA of the cluster][head] of latent_pitch() times four floats
+  static constexpr int kSentPairs = kSent + largest_latent_parts();               // [CTA of the cluster][head]
+  static constexpr int kBytes = kAlone ? kSentPairs + kLatentCluster * kLatentPairBytes : kSent;
+  // At the end the ring holds what is sent to each CTA, as it arrives there; the place of the query (maximum, sum) of each head, and a flag.
+  static constexpr int kPairs = kQuery, kLast = kPairs + kLatentPairBytes;
+  static_assert(RING % kLogitWarps == 0 && RING % kCopyWarps == 0);
+  static_assert(largest_latent_parts() <= RING * kPage && kWeights % 16 == 0 && kSignals % 8 == 0);
 };
 
-// Where a warp finds a page: block, and first token within it times 32 plus the number of tokens that count (0 to 16).
+// Where a page lies: block, and first token within it times 32 plus the number of tokens that count (0 to 16).
 struct LatentPage {
   int block, where;
 };
 
-// Among the four warps of a half. Barrier 0 is __syncthreads().
-__device__ __forceinline__ void barrier_of_half(int half) {
-  if (half == 0) barrier_of<1, kLatentThreads / 2>();
-  else barrier_of<2, kLatentThreads / 2>();
+// The warps that multiply meet at barriers: 1 when the query has come, 2 when all pages are used. Barrier 0 is __syncthreads().
+constexpr int kMultiplying = 32 * (kLogitWarps + kValueWarps);
+
+// The query of a block of heads into shared memory, four heads a value warp. Rows of heads that there are not become zeros.
+template <int RING>
+__device__ __forceinline__ void copy_latent_query(const LatentParameters& a, uint32_t shared, int request, int first_head, int members, int warp,
+                                                  int lane) {
+  constexpr int kRows = kLatentHeads / kValueWarps, kStride = LatentShape<RING>::kRowStride;
+  const uint16_t* const latent = a.query + request * a.query_request_stride;
+  const uint16_t* const rotary = a.rest + request * a.rest_request_stride;
+#pragma unroll 1
+  for (int row = warp * kRows; row < (warp + 1) * kRows; ++row) {
+    const bool present = row < members;
+    const int64_t head = first_head + (present ? row : 0);
+    const uint32_t to = shared + row * kStride;
+    const uint16_t *from = latent + head * a.query_head_stride, *rest = rotary + head * a.rest_head_stride;
+    if (a.query_unit == 16) {
+      copy16_or_zero(to + lane * 16, from + lane * 8, present);
+      copy16_or_zero(to + 512 + lane * 16, from + 256 + lane * 8, present);
+      if (lane < 8) copy16_or_zero(to + 1024 + lane * 16, rest + lane * 8, present);
+    } else {
+#pragma unroll 1
+      for (int c = 2 * lane; c < kLatentChannels; c += 64) copy4_or_zero(to + 2 * c, from + c, present);
+      copy4_or_zero(to + 1024 + lane * 4, rest + 2 * lane, present);
+    }
+  }
+  commit_copies();  // wait_copies() waits for nothing else
 }
 
 template <bool HALF, int RING>
-__global__ void __launch_bounds__(kLatentThreads, RING > 5 ? 1 : 2) attend_latent_kernel(const __grid_constant__ LatentParameters a) {
+__global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2) attend_latent_kernel(const __grid_constant__ LatentParameters a) {
   using Shape = LatentShape<RING>;
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);  // so that the compiler knows it to be the same in all lanes
   const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-  const int half = warp / 4, quarter = warp % 4;
+  const bool of_logits = warp < kLogitWarps, of_values = !of_logits && warp < kLogitWarps + kValueWarps;
+  const int copy_warp = warp - kLogitWarps - kValueWarps, value_warp = warp - kLogitWarps, value_thread = threadIdx.x - 32 * kLogitWarps;
   const int head = blockIdx.x / a.blocks, block = blockIdx.x - head * a.blocks, request = blockIdx.y, split = blockIdx.z;
-  const int cluster = a.cluster, pair = request * a.heads + head;
+  const int cluster = Shape::kAlone ? a.cluster : 1, pair = request * a.heads + head;
+  const int number = a.clusters == 1 ? 0 : split / cluster, rank = split - number * cluster;
   const int first_head = head * a.group + block * kLatentHeads, members = min(a.group - block * kLatentHeads, kLatentHeads);
+  const uint32_t ring = shared_address(shared);
+  const uint32_t loaded = ring + Shape::kSignals, weighed = loaded + 8 * RING, vacant = weighed + 8 * RING, sent = vacant + 8 * RING;
 
-  wait_previous_kernel();  // all loads from here on are plain ones: the compiler may move __ldg ahead of the wait
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < RING; ++i) {
+      prepare_signal(loaded + 8 * i, 32 + 1);  // the copies of each lane, and the number of tokens
+      prepare_signal(weighed + 8 * i, 1);
+      prepare_signal(vacant + 8 * i, kValueWarps);
+    }
+    prepare_signal(sent, 1 + kValueWarps);
+    publish_signals();
+    if (cluster > 1) arrive_expecting(sent, (cluster - 1) * (a.part_bytes() + kLatentPairBytes));
+  }
+  __syncthreads();
+  if (cluster > 1) cluster_meet();  // nobody sends before all have their signals
 
-  // Page number j of this CTA is entry split + step * j of the list, page j of a half its page 2 j + half. The first 32 of a half are fetched
-  // together with the count, on the guess that one cluster has them all.
+  // The query and the length, and pages and counts, which are of the kernel ahead; of a request that is to be attended whole nothing is.
+  if (!a.settled) wait_previous_kernel();  // all loads from here on are plain ones: the compiler may move __ldg ahead of the wait
+  if (of_values) copy_latent_query<RING>(a, ring + Shape::kQuery, request, first_head, members, value_warp, lane);
+  const int tokens = max(a.seq_lens[request], 0), total = ceil_div(tokens, kPageTokens);
+  bool known = false;
+  if (a.settled) {
+    known = total <= a.full_pages;
+    if (!known) wait_previous_kernel();
+  }
+
+  // This CTA has the entries split, split + step, ... of the list. The first 32 of each copying warp are fetched together with the count, on the guess
+  // that one cluster has them all.
   const int* table = a.pages + static_cast<int64_t>(pair) * a.table_capacity;
-  const int guess = split + cluster * (2 * lane + half);
-  const int guessed_page = guess < a.table_capacity ? table[guess] : 0;
-  const int tokens = max(a.seq_lens[request], 0), total = (tokens + kPageTokens - 1) / kPageTokens;
-  int count = min(max(a.counts[pair], 0), total);
+  const int guess = split + cluster * (Shape::kCopyWarps * lane + copy_warp);
+  const int guessed_page = copy_warp >= 0 && !known && guess < a.table_capacity ? table[guess] : 0;
+  int count = known ? total : min(max(a.counts[pair], 0), total);
   const bool identity = count == total;
   if (!identity) count = min(count, a.table_capacity);
   const int worth = cluster * a.pages_per_split;
   const int live = a.clusters == 1 ? 1 : max(1, min(a.clusters, (count + worth - 1) / worth)), step = live * cluster;
-  if (split >= step) return;
-  if (count == 0) {
+  if (split >= step || count == 0) {
     if (split == 0)
-      for (int i = threadIdx.x; i < members * (kLatentChannels / 4); i += kLatentThreads)
-        write_latent<HALF>(a, request, first_head + i / (kLatentChannels / 4), i % (kLatentChannels / 4) * 4, make_float4(0.f, 0.f, 0.f, 0.f), 0.f, 0.f);
+      for (int i = threadIdx.x; i < members * kLatentFours; i += Shape::kThreads)
+        write_latent<HALF>(a, request, first_head + i / kLatentFours, i % kLatentFours * 4, make_float4(0.f, 0.f, 0.f, 0.f), 0.f, 0.f);
+    wait_copies<0>();
+    if (known) wait_previous_kernel();
     return;
   }
-  const int mine = count > split ? (count - split - 1) / step + 1 : 0;
 
-  const auto read_page = [&](int j) {  // of the half
-    const int index = split + step * (2 * j + half);
-    return 2 * j + half < mine ? (identity ? index : table[index]) : -1;
-  };
-  const auto locate = [&](int page) {
-    LatentPage at{0, 0};
-    if (page >= 0 && page < total) {
-      const int entry = static_cast<int>(static_cast<uint64_t>(page) * a.block_multiplier >> a.block_shift);
-      at.block = a.block_table[request * a.block_table_stride + entry];
-      at.where = (page - entry * a.pages_per_block) * (kPageTokens * 32) + min(kPageTokens, tokens - page * kPageTokens);
-    }
-    return at;
-  };
-  LatentPage current = locate(!identity && live == 1 ? (2 * lane + half < mine ? guessed_page : -1) : read_page(lane));
-
-  // ---- the ring ----
-  const uint32_t ring = shared_address(shared);
-  const uint8_t* const rows = a.cache + head * a.head_bytes + lane * 16;
-  const uint32_t copy_to = ring + 4 * quarter * Shape::kRowStride + lane * 16;
-  // Rotary channels: eight lanes a row.
-  const uint32_t rotary_to = ring + (4 * quarter + lane / 8) * Shape::kRowStride + 2 * kLatentChannels + lane % 8 * 16;
-  // A quarter of a page: four rows.
-  const auto copy_page = [&](int slot, LatentPage at) {
-    const int valid = at.where & 31;
-    const uint8_t* from = rows + at.block * a.block_bytes + ((at.where >> 5) + 4 * quarter) * a.token_bytes;
-    const uint8_t* rotary = from + lane / 8 * a.token_bytes + 2 * kLatentChannels + (lane % 8 - lane) * 16;
-    const uint32_t to = slot * Shape::kPage;
-    if (valid == kPageTokens) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        copy16_at<0>(copy_to + to + i * Shape::kRowStride, from);
-        copy16_at<512>(copy_to + to + i * Shape::kRowStride, from);
-        from += a.token_bytes;
+  if (copy_warp >= 0) {
+    // ---- copies ----
+    const auto locate = [&](int first, bool guessed) {
+      const int index = first + step * Shape::kCopyWarps * lane;
+      const int page = index >= count ? -1 : identity ? index : guessed ? guessed_page : table[index];
+      LatentPage at{0, 0};
+      if (page >= 0 && page < total) {
+        const int entry = static_cast<int>(static_cast<uint64_t>(page) * a.block_multiplier >> a.block_shift);
+        at.block = a.block_table[request * a.block_table_stride + entry];
+        at.where = (page - entry * a.pages_per_block) * (kPageTokens * 32) + min(kPageTokens, tokens - page * kPageTokens);
       }
-      copy16(rotary_to + to, rotary);
-    } else {  // rows beyond the request hold anything, also NaN: they become zeros and are masked below
+      return at;
+    };
+    const uint8_t* const rows = a.cache + head * a.head_bytes + lane * 16;
+    // Rotary channels: eight lanes a row, four rows at a time.
+    const int64_t rotary_rows = lane / 8 * a.token_bytes + 2 * kLatentChannels + (lane % 8 - lane) * 16;
+    const uint32_t row_to = ring + lane * 16, rotary_to = ring + lane / 8 * Shape::kRowStride + 2 * kLatentChannels + lane % 8 * 16;
+    const auto copy_page = [&](uint32_t to, LatentPage at) {
+      const int valid = at.where & 31;
+      const uint8_t* from = rows + at.block * a.block_bytes + (at.where >> 5) * a.token_bytes;
+      if (valid == kPageTokens) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        copy16_or_zero(copy_to + to + i * Shape::kRowStride, from, 4 * quarter + i < valid);
-        copy16_or_zero(copy_to + to + i * Shape::kRowStride + 512, from + 512, 4 * quarter + i < valid);
-        from += a.token_bytes;
+        for (int i = 0; i < kPageTokens; ++i) {
+          if (i % 4 == 0) copy16(rotary_to + to + i * Shape::kRowStride, from + rotary_rows);
+          copy16_at<0>(row_to + to + i * Shape::kRowStride, from);
+          copy16_at<512>(row_to + to + i * Shape::kRowStride, from);
+          from += a.token_bytes;
+        }
+      } else {  // rows beyond the request hold anything, also NaN: they become zeros and are masked below
+#pragma unroll 1
+        for (int i = 0; i < kPageTokens; ++i) {
+          if (i % 4 == 0) copy16_or_zero(rotary_to + to + i * Shape::kRowStride, from + rotary_rows, i + lane / 8 < valid);
+          copy16_or_zero(row_to + to + i * Shape::kRowStride, from, i < valid);
+          copy16_or_zero(row_to + to + i * Shape::kRowStride + 512, from + 512, i < valid);
+          from += a.token_bytes;
+        }
       }
-      copy16_or_zero(rotary_to + to, rotary, 4 * quarter + lane / 8 < valid);
+    };
+    int index = split + step * copy_warp, place = copy_warp, turn = 0;
+    uint32_t parity = 1;  // of the last use of a place
+    bool used = false;    // whether there was one
+    LatentPage current = locate(index, live == 1);
+#pragma unroll 1
+    for (; index < count; index += step * Shape::kCopyWarps) {
+      if (turn == 32) current = locate(index, false), turn = 0;  // 32 at a time, one a lane
+      const LatentPage at{__shfl_sync(kAllLanes, current.block, turn), __shfl_sync(kAllLanes, current.where, turn)};
+      if (used) wait_for(vacant + 8 * place, parity);
+      copy_page(place * Shape::kPage, at);
+      arrive_after_copies(loaded + 8 * place);
+      if (lane == 0) {
+        reinterpret_cast<int*>(shared + Shape::kValid)[place] = at.where & 31;
+        arrive_at(loaded + 8 * place);
+      }
+      ++turn;
+      place += Shape::kCopyWarps;
+      if (place >= RING) place -= RING, parity ^= 1, used = true;
     }
-  };
-  const auto broadcast = [&](int j) {
-    return LatentPage{__shfl_sync(kAllLanes, current.block, j & 31), __shfl_sync(kAllLanes, current.where, j & 31)};
-  };
-  constexpr int kEvenDepth = (RING + 1) / 2, kOddDepth = RING / 2;  // pages of a half that are in the ring
-  const int depth = half == 0 ? kEvenDepth : kOddDepth;
-  uint32_t valid_ring = 0;  // valid tokens of the half's pages in the ring, five bits each, the latest lowest
+  } else if (of_logits) {
+    // ---- logits ----
+    const uint32_t key_matrix = ring + (lane % 8 + lane / 16 * 8) * Shape::kRowStride + lane / 8 % 2 * 16;
+    const uint32_t query_matrix = ring + Shape::kQuery + lane % 16 * Shape::kRowStride + lane / 16 * 16;
+    uint32_t query[Shape::kResident + 1][4];
+    barrier_of<1, kMultiplying>();
 #pragma unroll
-  for (int j = 0; j < kEvenDepth; ++j) {
-    if (j < depth) {
-      const LatentPage at = broadcast(j);
-      valid_ring = valid_ring << 5 | (at.where & 31);
-      if (2 * j + half < mine) copy_page(2 * j + half, at);
-      commit_copies();
-    }
-  }
-
-  // ---- the query, as the left operand of the logits: this warp's quarter of the channels ----
-  uint32_t query[kLatentQuarterSteps][4];
-  {
-    constexpr int kLatentSteps = kLatentChannels / 16 - 3 * kLatentQuarterSteps;  // of the last quarter: the others are rotary
-    const bool low = row < members, high = row + 8 < members;
-    const int first = 16 * kLatentQuarterSteps * quarter + 2 * quad;
-    const int64_t heads[2] = {first_head + (low ? row : 0), first_head + (high ? row + 8 : 0)};
-    const uint16_t *early[2], *late[2];
+    for (int k = 0; k < Shape::kResident; ++k) load_matrices(query[k], query_matrix + k * 32);
+    float scale[2] = {kLatentLowest, kLatentLowest}, sum[2] = {0.f, 0.f};  // of heads `row` and `row` + 8; the sum of this lane's tokens
+    int place = warp;
+    uint32_t parity = 0;
+#pragma unroll 1
+    for (int index = split + step * warp; index < count; index += step * kLogitWarps) {
+      constexpr int kChains = Shape::kAlone ? 3 : 2;  // of dependent products, side by side
+      float logits[2][kChains][4] = {};               // of 8 tokens each
+      const uint32_t keys = key_matrix + place * Shape::kPage;
+      wait_for(loaded + 8 * place, parity);
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      early[c] = a.query + request * a.query_request_stride + heads[c] * a.query_head_stride + first;
-      late[c] = quarter == 3 ? a.rest + request * a.rest_request_stride + heads[c] * a.rest_head_stride + first - kLatentChannels : early[c];
-    }
-#pragma unroll
-    for (int k = 0; k < kLatentQuarterSteps; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        query[k][i] = (i % 2 ? high : low) ? *reinterpret_cast<const uint32_t*>((k < kLatentSteps ? early : late)[i % 2] + 16 * k + i / 2 * 8) : 0u;
-    }
-  }
-
-  // ---- the stream ----
-  const uint32_t key_matrix = ring + (lane % 8 + lane / 16 * 8) * Shape::kRowStride + lane / 8 % 2 * 16 + quarter * (kLatentQuarterSteps * 32);
-  const uint32_t value_matrix = ring + lane % 16 * Shape::kRowStride + lane / 16 * 16 + warp * 128;
-  const uint32_t weight_matrix = ring + Shape::kWeights + lane % 16 * Shape::kWeightStride + lane / 16 * 16;
-  float2* const parts = reinterpret_cast<float2*>(shared + Shape::kParts) + lane;
-  // The eight tokens and eight heads whose logits this warp adds up. Group of tokens 2 half + token_group of the tile.
-  const int token_group = quarter & 1, head_group = quarter >> 1, own_head = 8 * head_group + row;
-  float* const own_scale = reinterpret_cast<float*>(shared + Shape::kScales) + own_head * 4 + 2 * half + token_group;
-  const float4* const scales = reinterpret_cast<const float4*>(shared + Shape::kScales);
-  uint32_t* const own_weights = reinterpret_cast<uint32_t*>(shared + Shape::kWeights + own_head * Shape::kWeightStride + (2 * half + token_group) * 16 + quad * 4);
-
-  float output[8][4] = {};                                      // of heads `row` and `row` + 8, two neighbouring channels each
-  float maximum[2] = {kLatentLowest, kLatentLowest};            // of these heads: what `output` is scaled by
-  float group_scale = kLatentLowest, group_sum = 0.f;           // of own_head and the own group of tokens; the sum of this lane's tokens
-  int slot = 0, fill = (2 * depth + half) % RING;               // of the tile's first page; of the page that the half copies next
-
-  for (int t = 0; 2 * t < mine; ++t) {
-    const int own_slot = slot + half >= RING ? slot + half - RING : slot + half;
-    const bool present = 2 * t + half < mine;
-    const int valid = valid_ring >> (5 * (depth - 1)) & 31;
-
-    if (half == 0) wait_copies<kEvenDepth - 1>();
-    else wait_copies<kOddDepth - 1>();
-    barrier_of_half(half);
-    if (present) {
-      constexpr int kChains = RING > 5 ? 2 : 1;  // shorter chains of dependent products, where there are registers for them
-      float logits[2][kChains][4] = {};          // of 8 tokens each
-      const uint32_t keys = key_matrix + own_slot * Shape::kPage;
-#pragma unroll
-      for (int k = 0; k < kLatentQuarterSteps; ++k) {
+      for (int k = 0; k < Shape::kSteps; ++k) {
         uint32_t m[4];
         load_matrices(m, keys + k * 32);
-        mma_16816<HALF>(logits[0][k % kChains], query[k][0], query[k][1], query[k][2], query[k][3], m[0], m[1]);
-        mma_16816<HALF>(logits[1][k % kChains], query[k][0], query[k][1], query[k][2], query[k][3], m[2], m[3]);
+        uint32_t(&q)[4] = query[k < Shape::kResident ? k : Shape::kResident];
+        if (k >= Shape::kResident) load_matrices(q, query_matrix + k * 32);
+        mma_16816<HALF>(logits[0][k % kChains], q[0], q[1], q[2], q[3], m[0], m[1]);
+        mma_16816<HALF>(logits[1][k % kChains], q[0], q[1], q[2], q[3], m[2], m[3]);
+      }
+      const int valid = reinterpret_cast<const int*>(shared + Shape::kValid)[place];
+      float x[2][2][2];  // [of heads row and row + 8][of 8 tokens]
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int n = i / 4, c = i % 4;
+        float& to = x[c / 2][n][c % 2];
+        to = logits[n][0][c];
+#pragma unroll
+        for (int chain = 1; chain < kChains; ++chain) to += logits[n][chain][c];
+        to *= a.logit_scale;
+        if (a.softcap_2 > 0.f) to = latent_soft_cap(to, a.softcap_2, a.softcap_inverse);
+        if (8 * n + 2 * quad + c % 2 >= valid) to = -INFINITY;
       }
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        auto& x = logits[n];
-        if constexpr (kChains == 2)
+      for (int r = 0; r < 2; ++r) {
+        float largest = fmaxf(fmaxf(x[r][0][0], x[r][0][1]), fmaxf(x[r][1][0], x[r][1][1]));
+        largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+        const float raised = fmaxf(scale[r], ceilf(largest));
+        sum[r] *= exp2_fast(scale[r] - raised);
+        scale[r] = raised;
 #pragma unroll
-          for (int c = 0; c < 4; ++c) x[0][c] += x[1][c];
-        float2* to = parts + ((quarter * 4 + 2 * half + n) * 2) * 32;
-        to[0] = make_float2(x[0][0], x[0][1]);
-        to[32] = make_float2(x[0][2], x[0][3]);
+        for (int i = 0; i < 4; ++i) x[r][i / 2][i % 2] = exp2_fast(x[r][i / 2][i % 2] - raised);
+        sum[r] += (x[r][0][0] + x[r][0][1]) + (x[r][1][0] + x[r][1][1]);
       }
+      reinterpret_cast<uint4*>(shared + Shape::kWeights)[place * 32 + lane] = make_uint4(
+          pack<HALF>(x[0][0][0], x[0][0][1]), pack<HALF>(x[1][0][0], x[1][0][1]), pack<HALF>(x[0][1][0], x[0][1][1]), pack<HALF>(x[1][1][0], x[1][1][1]));
+      if (quad == 0) {
+        float* const of_page = reinterpret_cast<float*>(shared + Shape::kScales) + place * kLatentHeads + row;
+        of_page[0] = scale[0], of_page[8] = scale[1];
+      }
+      __syncwarp();
+      if (lane == 0) arrive_at(weighed + 8 * place);
+      place += kLogitWarps;
+      if (place >= RING) place -= RING, parity ^= 1;
     }
-    barrier_of_half(half);
-
-    {
-      float x[2] = {0.f, 0.f};
 #pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        const float2 one = parts[((part * 4 + 2 * half + token_group) * 2 + head_group) * 32];
-        x[0] += one.x, x[1] += one.y;
-      }
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        x[c] *= a.logit_scale;
-        if (a.softcap_2 > 0.f) x[c] = latent_soft_cap(x[c], a.softcap_2, a.softcap_inverse);
-        if (!present || 8 * token_group + 2 * quad + c >= valid) x[c] = -INFINITY;
-      }
-      float largest = fmaxf(x[0], x[1]);
-      largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-      const float raised = fmaxf(group_scale, ceilf(largest));
-      group_sum *= exp2_fast(group_scale - raised);
-      group_scale = raised;
-      x[0] = exp2_fast(x[0] - raised), x[1] = exp2_fast(x[1] - raised);
-      group_sum += x[0] + x[1];
-      *own_weights = pack<HALF>(x[0], x[1]);
-      if (quad == 0) *own_scale = raised;
+    for (int r = 0; r < 2; ++r) {
+      sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 1);
+      sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 2);
+      if (quad == 0) reinterpret_cast<float2*>(shared + Shape::kEnds)[warp * kLatentHeads + row + 8 * r] = make_float2(scale[r], sum[r]);
     }
-    __syncthreads();
-
-    {
-      const float4 low = scales[row], high = scales[row + 8];
-      const float raised[2] = {fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)), fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w))};
+    arrive_at_barrier_of<2, kMultiplying>();
+  } else {
+    // ---- values ----
+    wait_copies<0>();
+    arrive_at_barrier_of<1, kMultiplying>();
+    const uint32_t value_matrix = ring + lane % 16 * Shape::kRowStride + lane / 16 * 16 + value_warp * 256;
+    float output[16][4] = {};                           // of heads `row` and `row` + 8, two neighbouring channels each
+    float maximum[2] = {kLatentLowest, kLatentLowest};  // of these heads: what `output` is scaled by
+    int place = 0;
+    uint32_t parity = 0;
+#pragma unroll 1
+    for (int index = split; index < count; index += step) {
+      constexpr int kEarly = Shape::kAlone ? 4 : 1;  // loads that do not wait for the weights
+      const uint32_t values = value_matrix + place * Shape::kPage;
+      uint32_t m[8][4];
+      wait_for(loaded + 8 * place, parity);
+#pragma unroll
+      for (int n = 0; n < kEarly; ++n) load_matrices_transposed(m[n], values + n * 32);
+      wait_for(weighed + 8 * place, parity);
+      const uint4 weights = reinterpret_cast<const uint4*>(shared + Shape::kWeights)[place * 32 + lane];
+      const float* const scales = reinterpret_cast<const float*>(shared + Shape::kScales) + place * kLatentHeads + row;
+      const float scale[2] = {scales[0], scales[8]}, raised[2] = {fmaxf(maximum[0], scale[0]), fmaxf(maximum[1], scale[1])};
       if (__any_sync(kAllLanes, raised[0] != maximum[0] || raised[1] != maximum[1])) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float shrink = exp2_fast(maximum[c] - raised[c]);
-          maximum[c] = raised[c];
+        for (int r = 0; r < 2; ++r) {
+          const float shrink = exp2_fast(maximum[r] - raised[r]);
+          maximum[r] = raised[r];
 #pragma unroll
-          for (int n = 0; n < 8; ++n) output[n][2 * c] *= shrink, output[n][2 * c + 1] *= shrink;
+          for (int n = 0; n < 16; ++n) output[n][2 * r] *= shrink, output[n][2 * r + 1] *= shrink;
         }
       }
+      const float low = exp2_fast(scale[0] - raised[0]), high = exp2_fast(scale[1] - raised[1]);
+      const uint32_t w[4] = {scale_pair<HALF>(weights.x, low), scale_pair<HALF>(weights.y, high), scale_pair<HALF>(weights.z, low),
+                             scale_pair<HALF>(weights.w, high)};
 #pragma unroll
-      for (int page = 0; page < 2; ++page) {
-        if (2 * t + page < mine) {
-          const int page_slot = slot + page >= RING ? 0 : slot + page;
-          uint32_t w[4];
-          load_matrices(w, weight_matrix + page * 32);
-          w[0] = scale_pair<HALF>(w[0], exp2_fast((page ? low.z : low.x) - raised[0]));
-          w[1] = scale_pair<HALF>(w[1], exp2_fast((page ? high.z : high.x) - raised[1]));
-          w[2] = scale_pair<HALF>(w[2], exp2_fast((page ? low.w : low.y) - raised[0]));
-          w[3] = scale_pair<HALF>(w[3], exp2_fast((page ? high.w : high.y) - raised[1]));
-          const uint32_t values = value_matrix + page_slot * Shape::kPage;
-#pragma unroll
-          for (int n = 0; n < 4; ++n) {
-            uint32_t m[4];
-            load_matrices_transposed(m, values + n * 32);
-            mma_16816<HALF>(output[2 * n], w[0], w[1], w[2], w[3], m[0], m[1]);
-            mma_16816<HALF>(output[2 * n + 1], w[0], w[1], w[2], w[3], m[2], m[3]);
-          }
-        }
+      for (int n = 0; n < 8; ++n) {
+        if (n >= kEarly) load_matrices_transposed(m[n], values + n * 32);
+        mma_16816<HALF>(output[2 * n], w[0], w[1], w[2], w[3], m[n][0], m[n][1]);
+        mma_16816<HALF>(output[2 * n + 1], w[0], w[1], w[2], w[3], m[n][2], m[n][3]);
       }
+      __syncwarp();
+      if (lane == 0) arrive_at(vacant + 8 * place);
+      if (++place == RING) place = 0, parity ^= 1;
     }
-    __syncthreads();
+    barrier_of<2, kMultiplying>();  // all of the ring is used, and the sums of all weights are there
 
-    const int j = t + depth;
-    LatentPage at{0, 0};
-    if (2 * j + half < mine) {
-      if ((j & 31) == 0) current = locate(read_page(j + lane));  // 32 at a time, one a lane
-      at = broadcast(j);
-      copy_page(fill, at);
+    // The sums of values in the place of the ring, as the CTAs that they are for will have them.
+    const int share = cluster > 1 ? a.share : kLatentFours, pitch = share | 1, inverse = cluster > 1 ? a.share_inverse : 65536 / kLatentFours;
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+      const int four = value_warp * 32 + 2 * n + quad / 2, to_rank = four * inverse >> 16;
+      uint8_t* const to = shared + ((to_rank * kLatentHeads + row) * pitch + four - to_rank * share) * 16 + quad % 2 * 8;
+      *reinterpret_cast<float2*>(to) = make_float2(output[n][0], output[n][1]);
+      *reinterpret_cast<float2*>(to + 8 * pitch * 16) = make_float2(output[n][2], output[n][3]);
     }
-    commit_copies();
-    valid_ring = valid_ring << 5 | (at.where & 31);
-    fill = fill + 2 >= RING ? fill + 2 - RING : fill + 2;
-    slot = slot + 2 >= RING ? slot + 2 - RING : slot + 2;
+    if (value_thread < kLatentHeads) {
+      const float2* const ends = reinterpret_cast<const float2*>(shared + Shape::kEnds) + value_thread;
+      float most = kLatentLowest, all = 0.f;
+#pragma unroll
+      for (int i = 0; i < kLogitWarps; ++i) most = fmaxf(most, ends[i * kLatentHeads].x);
+#pragma unroll
+      for (int i = 0; i < kLogitWarps; ++i) all = fmaf(ends[i * kLatentHeads].y, exp2_fast(ends[i * kLatentHeads].x - most), all);
+      reinterpret_cast<float2*>(shared + Shape::kPairs)[value_thread] = make_float2(most, all);
+    }
+    if (cluster > 1) {
+      make_stores_sendable();
+      cluster_wait();
+      barrier_of<3, 32 * kValueWarps>();
+      if (lane == 0) {
+#pragma unroll 1
+        for (int i = value_warp + 1; i < cluster; i += kValueWarps) {
+          const int other = rank + i < cluster ? rank + i : rank + i - cluster, bytes = a.part_bytes();
+          const uint32_t signal = remote_address(sent, other);
+          send(remote_address(ring + Shape::kSent + rank * bytes, other), ring + other * bytes, bytes, signal);
+          send(remote_address(ring + Shape::kSentPairs + rank * kLatentPairBytes, other), ring + Shape::kPairs, kLatentPairBytes, signal);
+        }
+        arrive_at(sent);  // its own part is there: what this warp has stored was before barrier 3
+      }
+      __syncwarp();
+    }
   }
-
   allow_next_kernel();
-  wait_copies<0>();
 
-  // ---- the sums of the CTA: values in the place of the ring, (maximum, sum) of each head ----
-  group_sum += __shfl_xor_sync(kAllLanes, group_sum, 1);
-  group_sum += __shfl_xor_sync(kAllLanes, group_sum, 2);
-  if (quad == 0) *own_scale = group_scale, own_scale[(Shape::kSums - Shape::kScales) / 4] = group_sum;
-  float* const outputs = reinterpret_cast<float*>(shared);
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    float* to = outputs + row * Shape::kOutputStride + warp * 64 + n * 8 + 2 * quad;
-    *reinterpret_cast<float2*>(to) = make_float2(output[n][0], output[n][1]);
-    *reinterpret_cast<float2*>(to + 8 * Shape::kOutputStride) = make_float2(output[n][2], output[n][3]);
-  }
-  __syncthreads();
-  if (threadIdx.x < kLatentHeads) {
-    const float4 scale = scales[threadIdx.x], sum = scales[kLatentHeads + threadIdx.x];
-    const float most = fmaxf(fmaxf(scale.x, scale.y), fmaxf(scale.z, scale.w));
-    const float all = fmaf(sum.x, exp2_fast(scale.x - most), sum.y * exp2_fast(scale.y - most)) +
-                      fmaf(sum.z, exp2_fast(scale.z - most), sum.w * exp2_fast(scale.w - most));
-    reinterpret_cast<float2*>(shared + Shape::kPairs)[threadIdx.x] = make_float2(most, all);
-  }
+  // ---- the channels of this CTA, from all CTAs of the cluster ----
+  const uint8_t *parts = shared, *pairs = shared + Shape::kPairs;  // of other CTAs
   if (cluster > 1) {
-    cluster_arrive();
-    cluster_wait();
+    if (!of_values) cluster_wait();
+    wait_for_sent(sent);
+    cluster_meet();  // the memory of this CTA is waited for at the end
+    parts = shared + Shape::kSent, pairs = shared + Shape::kSentPairs;
   } else {
     __syncthreads();
   }
-
-  // ---- the channels of this CTA, from all CTAs of the cluster ----
-  constexpr int kFours = kLatentChannels / 4;
-  const int number = split / cluster, rank = split - number * cluster;
-  const int share = (kFours + cluster - 1) / cluster, first_four = rank * share, fours = min(share, kFours - first_four);
-  const int64_t first_part = static_cast<int64_t>(pair) * a.clusters, all_parts = static_cast<int64_t>(a.requests) * a.heads * a.clusters;
-  float4* const left = reinterpret_cast<float4*>(a.partials);
-  float2* const left_pairs = reinterpret_cast<float2*>(a.partials + all_parts * a.group * kLatentChannels);
-  const auto line_of = [&](int part, int member) { return (first_part + part) * a.group + block * kLatentHeads + member; };
-  for (int i = threadIdx.x; i < members * fours; i += kLatentThreads) {
-    const int member = i / fours, four = first_four + i - member * fours;
-    const uint32_t value = ring + (member * Shape::kOutputStride + 4 * four) * 4, pairs = ring + Shape::kPairs + member * 8;
-    float most, sum;
-    const float4 v = merge_latent(
-        cluster, most, sum, [&](int other) { return load_remote4(remote_address(value, other)); },
-        [&](int other) { return load_remote2(remote_address(pairs, other)); });
-    if (live == 1) {
-      write_latent<HALF>(a, request, first_head + member, 4 * four, v, most, sum);
-    } else {
-      __stcg(left + line_of(number, member) * kFours + four, v);
-      // Every rank has the same pair, and leaves it: it knows only of those that others of its rank have left.
-      if (four == first_four) __stcg(left_pairs + line_of(number, member), make_float2(most, sum));
-    }
-  }
-  if (cluster > 1) cluster_arrive();  // the memory of this CTA is waited for at the end
-  if (live > 1) {
-    // The channels of this rank in all clusters: the last CTA to come puts them together.
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    unsigned* ticket = a.tickets + (static_cast<int64_t>(pair) * a.blocks + block) * kLatentCluster + rank;
-    if (threadIdx.x == 0) last = atomicInc(ticket, live - 1) == static_cast<unsigned>(live - 1);  // wraps to zero with the last arrival
-    __syncthreads();
-    if (last) {
-      __threadfence();
-      for (int i = threadIdx.x; i < members * fours; i += kLatentThreads) {
-        const int member = i / fours, four = first_four + i - member * fours;
-        float most, sum;
-        const float4 v = merge_latent(
-            live, most, sum, [&](int part) { return __ldcg(left + line_of(part, member) * kFours + four); },
-            [&](int part) { return __ldcg(left_pairs + line_of(part, member)); });
-        write_latent<HALF>(a, request, first_head + member, 4 * four, v, most, sum);
-      }
-    }
-  }
+  const LatentPlace place{request, pair, block, first_head, members, cluster, number, rank, live};
+  put_latent_together<HALF, Shape::kThreads>(a, shared, shared + Shape::kPairs, parts, pairs, reinterpret_cast<bool*>(shared + Shape::kLast), place);
   if (cluster > 1) cluster_wait();
+  if (known) wait_previous_kernel();
 }
 
 }  // namespace kvskim

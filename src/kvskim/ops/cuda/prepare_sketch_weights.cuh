@@ -131,8 +131,7 @@ __device__ __forceinline__ void quantize_weights(const PrepareArguments& p, int 
     float* to = reinterpret_cast<float*>(p.scales) + (heads.place(p, request) << p.column_shift) * (kScaleBytes / 4);
     to += (member & ~(tile_columns - 1)) * (kScaleBytes / 4) + of.mode * tile_columns * 2 + (member & (tile_columns - 1)) / 2 * 4 + (member & 1);
     to[0] = scale;
-    const float added = of.mode == 0 && tile_columns == 8 ? kCutTerms : 0.f;
-    to[2] = fmaf(-scale, whole, added - scale * half_unit);
+    to[2] = -fmaf(scale, whole, scale * half_unit);
   }
 }
 

@@ -5,7 +5,7 @@
 // A warp takes tiles of 16 pages of one (request, kv head): int8 tensor-core products of 16 pages x 8 columns (query heads) accumulate the 16
 // modes, the inverse DCT and the log-sum-exp run in registers (score_sketch_transform.cuh), and the records of the warp's next tile are on their way
 // meanwhile. One wave of CTAs; a warp whose first tile is past the request's end leaves at once, so the cost follows the live length.
-// What bounds it is, with 8 columns, the number of instructions; with 4, that and the records.
+// What bounds it is the stream of records, and, before the first tile can be multiplied, that of the weights to all multiprocessors.
 #include "common.cuh"
 #include "score_sketch.cuh"
 #include "score_sketch_transform.cuh"
@@ -14,8 +14,6 @@ namespace kvskim {
 namespace {
 
 constexpr int kWarps = 4, kTilePages = 16, kRecordVectors = sketch::record_bytes / 64;  // 16-byte loads per lane and record
-// Tiles of a warp behind its first whose records are brought to the L2 cache before the kernel ahead has ended.
-constexpr int kTilesAhead = 2;
 
 struct ScoreArguments {
   const uint8_t* records;  // [N, H, 256]
@@ -51,18 +49,24 @@ __device__ __forceinline__ T* element(T* base, uint32_t index, uint32_t bytes) {
   return at;
 }
 
-// A load that is not moved to where its result is used.
+// Loads that are not moved to where their result is used.
 __device__ __forceinline__ int load_here(const int* p) {
   int value;
   asm volatile("ld.global.s32 %0,[%1];" : "=r"(value) : "l"(p));
   return value;
 }
-
-__device__ __forceinline__ void prefetch_line(const uint8_t* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ __forceinline__ float2 load_here(const float2* p) {
+  float2 v;
+  asm volatile("ld.global.v2.f32 {%0,%1},[%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+  return v;
+}
 
 // From global to shared memory, without a register for what is on its way. This thread may read it after wait_copies.
 __device__ __forceinline__ void copy_int(int* to, const int* from) {
   asm volatile("cp.async.ca.shared.global [%0],[%1],4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_vector(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
 }
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -87,30 +91,14 @@ __device__ __forceinline__ void multiply(int (&d)[4], const int4& start, uint32_
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
 }
 
-// Scales and offsets of 16 modes and 8 columns, as they lie: makes NaN or infinite ones those of mode 0 alone, which is not in the token sums, so that
-// a broken query head stays without influence on the others. For a whole warp.
-__device__ __forceinline__ void contain_broken(float4 (&of_modes)[2]) {
-  const int lane = threadIdx.x & 31;
-  const auto broken = [](float scale, float offset) { return !(fabsf(scale) < INFINITY && fabsf(offset) < INFINITY); };
-  const bool x = broken(of_modes[0].x, of_modes[0].z) || broken(of_modes[1].x, of_modes[1].z);
-  const bool y = broken(of_modes[0].y, of_modes[0].w) || broken(of_modes[1].y, of_modes[1].w);
-  const uint32_t any_x = __ballot_sync(~0u, x), any_y = __ballot_sync(~0u, y), column_lanes = 0x11111111u << (lane & 3);
-  if (any_x & column_lanes) of_modes[0].x = of_modes[1].x = of_modes[1].z = 0.f, of_modes[0].z = lane < 4 ? NAN : 0.f;
-  if (any_y & column_lanes) of_modes[0].y = of_modes[1].y = of_modes[1].w = 0.f, of_modes[0].w = lane < 4 ? NAN : 0.f;
-}
-
-// What is needed once for each tile. In registers it would take the room of what is needed often.
-struct alignas(16) Lane {
-  float own[2];  // token_sums
-  int entry;     // of the block table, for the tile behind the one whose records are on their way
-};
+// What is needed once for each tile. In registers it would take the room of what is needed often. Three CTAs of the variant for 4 columns should fit in
+// the 16 KB of shared memory that a multiprocessor is divided for by the preparation; else it would have to be idle before the scan may begin there.
 struct alignas(16) ColumnPair {
   float minus_forced[2];  // log-masses, in log2
   __half* scores;         // of page 0
 };
-struct WarpConstants {
-  int4 start[4];           // kMagicBits, so that lanes may read it at the distance of their scales
-  Lane lane[32];
+struct alignas(16) WarpConstants {
+  int entry[32];           // of a lane: of the block table, for the tile behind the one whose records are on their way
   const uint8_t* records;  // of physical page 0
   const int* entries;      // of the block table
   float* partials;         // of this warp's tiles
@@ -119,33 +107,42 @@ struct WarpConstants {
 // COLUMNS of a column tile: 8 query heads, or 4 that are put into the tensor core twice (its columns 4..7 repeat 0..3), so that lanes
 // q < 2 of a quad can finish page g and lanes q >= 2 page g + 8. TILES column tiles per warp. WEIGHTS_IN_REGISTERS: else in shared memory.
 // BLOCKED: the padded group has several blocks of these columns; a block has weights and scales as a kv head of its own would.
+// TOGETHER: the warps of a CTA have the same kv head, chunks is a multiple of their number; else they have neighbouring heads.
 template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS>
 struct ScoreShape {
-  static constexpr bool tensor_sums = COLUMNS == 8;               // token_sums, else token_sum
   static constexpr int lanes = COLUMNS * 4;                       // lanes with weights of their own
   static constexpr int vectors = kProducts / 2 * lanes;           // 16-byte vectors of weights of a column tile
   static constexpr int scales = kModes * COLUMNS / 2;             // float4 of a column tile
   static constexpr int padded = COLUMNS * TILES;
-  static constexpr int warp_bytes = (WEIGHTS_IN_REGISTERS ? 0 : TILES * vectors * 16) + TILES * (scales + COLUMNS / 2) * 16 + sizeof(WarpConstants);
+  // Of each column tile: scales and offsets of the modes, then, as if they were two more modes, minus the forced log-masses in log2, and kMagicBits.
+  static constexpr int tile_scales = scales + 2 * (COLUMNS / 2);
+  static constexpr int head_bytes = (WEIGHTS_IN_REGISTERS ? 0 : TILES * vectors * 16) + TILES * tile_scales * 16;
+  // Warps of one kv head share what it has in shared memory: for each warp apart it would be 20 MB in all, which takes as long as a tile does.
+  static constexpr int bytes(bool together) {
+    return kWarps * static_cast<int>(sizeof(WarpConstants)) + (together && !WEIGHTS_IN_REGISTERS ? 1 : kWarps) * head_bytes;
+  }
 };
 
-template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS, int CTAS, bool BLOCKED>
+template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS, int CTAS, bool BLOCKED, bool TOGETHER>
 __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const __grid_constant__ ScoreArguments p) {
   using Shape = ScoreShape<COLUMNS, TILES, WEIGHTS_IN_REGISTERS>;
   static_assert(TILES == 1 || !WEIGHTS_IN_REGISTERS, "two column tiles keep their weights in shared memory");
+  static_assert(!BLOCKED || !TOGETHER, "blocks of columns share their records");
   extern __shared__ __align__(16) uint8_t shared[];
   allow_next_kernel();
   // From one lane: so the compiler knows that what follows from it is the same in all lanes.
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  uint4* shared_weights = reinterpret_cast<uint4*>(shared + warp * Shape::warp_bytes);
-  // Of each column tile: scales and offsets of the modes, then, as if they were a 17th mode, minus the forced log-masses in log2.
+  constexpr bool share = !WEIGHTS_IN_REGISTERS && TOGETHER;
+  WarpConstants& constants = reinterpret_cast<WarpConstants*>(shared)[warp];
+  uint4* shared_weights = reinterpret_cast<uint4*>(shared + kWarps * sizeof(WarpConstants) + (share ? 0 : warp * Shape::head_bytes));
   float4* shared_scales = reinterpret_cast<float4*>(shared_weights) + (WEIGHTS_IN_REGISTERS ? 0 : TILES * Shape::vectors);
-  WarpConstants& constants = *reinterpret_cast<WarpConstants*>(shared_scales + TILES * (Shape::scales + COLUMNS / 2));
 
-  // Neighbouring warps take the blocks of columns of the same records, and the heads of the same pages, whose records are neighbours in memory.
-  const int index = blockIdx.x * kWarps + warp, pair = BLOCKED ? index / p.live_blocks : index, block = BLOCKED ? index - pair * p.live_blocks : 0;
-  const int rest = pair / p.heads;
-  const int head = pair - rest * p.heads, request = rest / p.chunks, chunk = rest - request * p.chunks;
+  // Neighbouring CTAs, or warps, take the heads of the same pages, whose records are neighbours in memory, and neighbouring warps the blocks of columns of
+  // the same records.
+  const int index = blockIdx.x * kWarps + warp, pair = BLOCKED ? index / p.live_blocks : TOGETHER ? blockIdx.x : index;
+  const int block = BLOCKED ? index - pair * p.live_blocks : 0, rest = pair / p.heads, head = pair - rest * p.heads;
+  const int shares = TOGETHER ? p.chunks / kWarps : p.chunks, request = rest / shares;
+  const int first_chunk = (rest - request * shares) * (TOGETHER ? kWarps : 1), chunk = first_chunk + (TOGETHER ? warp : 0);
   if (!p.settled) wait_previous_kernel();
   const int length = request < p.requests ? p.seq_lens[request] : 0, total = ceil_div(length, kPageTokens);
   // A request that has just found all but the last token of its prompt in the prefix cache may share its last full page with a row that
@@ -153,7 +150,7 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   if (p.window_pages == 1 && (length & (kPageTokens - 1)) == 1) wait_previous_kernel();
   const int pages = total > p.full_pages ? total - p.window_pages : 0;
   // Even a warp without work waits: the end of this grid must mean that the kernel ahead has ended too, for the one behind reads its results.
-  if (chunk * kTilePages >= pages) return wait_previous_kernel();
+  if ((share ? first_chunk : chunk) * kTilePages >= pages) return wait_previous_kernel();
   const int row = request * p.heads + head, columns = BLOCKED ? p.blocks * Shape::padded : Shape::padded, first_column = block * Shape::padded;
   const int weight_row = BLOCKED ? row * p.blocks + block : row;
 
@@ -177,63 +174,55 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
       for (int j = 0; j < kRecordVectors; ++j) record[h][j] = load_record<BLOCKED>(from + 64 * j);
     }
   };
-  // Records of the tiles behind the first go to the L2 cache while the kernel ahead still runs: the memory would have nothing to do until the products
-  // of the first tile are done. A lane asks for one of the two lines of 128 bytes of a record, for all warps that score this record.
-  int first_entry[1 + kTilesAhead];
-#pragma unroll
-  for (int i = 0; i <= kTilesAhead; ++i) first_entry[i] = load_here(entry_at(entries, own_page + i * stride));
-  copy_int(&constants.lane[lane].entry, entry_at(entries, own_page + stride));
-  load_records(lane_records, first_entry[0], own_page);
-  if (p.settled && block == 0 && chunk * kTilePages + stride < pages)
-#pragma unroll
-    for (int i = 1; i <= kTilesAhead; ++i)
-      prefetch_line(element(lane_records - 16 * q + 128 * (q >> 1), physical_page(first_entry[i], own_page + i * stride), page_bytes));
+  const int first_entry = load_here(entry_at(entries, own_page));
+  copy_int(&constants.entry[lane], entry_at(entries, own_page + stride));
+  load_records(lane_records, first_entry, own_page);
   wait_previous_kernel();
 
+  // All loads before the first use of one: then they take one latency together.
+  const int reader = share ? threadIdx.x : lane, forced_pair = reader % (Shape::padded / 2);
+  const float2 forced = load_here(reinterpret_cast<const float2*>(p.forced + static_cast<int64_t>(weight_row) * Shape::padded) + forced_pair);
   const int weight_lane = lane % Shape::lanes;
   uint4 register_weights[kProducts / 2];
   const uint4* weights = reinterpret_cast<const uint4*>(p.weights) + static_cast<int64_t>(weight_row) * (TILES * Shape::vectors);
-  if constexpr (WEIGHTS_IN_REGISTERS) {
+  const float4* scales = p.scales + static_cast<int64_t>(weight_row) * TILES * Shape::scales;
+  const auto copy = [&](auto* to, const auto* from, auto count) {
+    constexpr int kCount = decltype(count)::value, kReaders = share ? 32 * kWarps : 32;
+#pragma unroll
+    for (int i = 0; i < ceil_div(kCount, kReaders); ++i)
+      if (kCount % kReaders == 0 || i * kReaders + reader < kCount) copy_vector(to + i * kReaders + reader, from + i * kReaders + reader);
+  };
+  if constexpr (!WEIGHTS_IN_REGISTERS) copy(shared_weights, weights, std::integral_constant<int, TILES * Shape::vectors>{});
+#pragma unroll
+  for (int c = 0; c < TILES; ++c) copy(shared_scales + c * Shape::tile_scales, scales + c * Shape::scales, std::integral_constant<int, Shape::scales>{});
+  if constexpr (WEIGHTS_IN_REGISTERS)
 #pragma unroll
     for (int i = 0; i < kProducts / 2; ++i) register_weights[i] = weights[i * Shape::lanes + weight_lane];
-  } else {
-#pragma unroll
-    for (int i = 0; i < TILES * Shape::vectors / 32; ++i) shared_weights[i * 32 + lane] = weights[i * 32 + lane];
-  }
-#pragma unroll
-  for (int c = 0; c < TILES; ++c) {
-    const float4* scales = p.scales + (static_cast<int64_t>(weight_row) * TILES + c) * Shape::scales;
-    float4* to = shared_scales + c * (Shape::scales + COLUMNS / 2);
-    float4 of_modes[Shape::scales / 32];
-#pragma unroll
-    for (int i = 0; i < Shape::scales / 32; ++i) of_modes[i] = scales[i * 32 + lane];
-    if constexpr (Shape::tensor_sums) contain_broken(of_modes);
-#pragma unroll
-    for (int i = 0; i < Shape::scales / 32; ++i) to[i * 32 + lane] = of_modes[i];
-    if (lane < COLUMNS / 2) {
-      const float2 forced = *reinterpret_cast<const float2*>(p.forced + static_cast<int64_t>(weight_row) * Shape::padded + c * COLUMNS + 2 * lane);
-      __half* scores = p.scores + static_cast<int64_t>(static_cast<uint32_t>(row) * p.capacity) * columns + first_column + c * COLUMNS + 2 * lane;
-      reinterpret_cast<ColumnPair&>(to[Shape::scales + lane]) = {{forced.x * -kLog2E, forced.y * -kLog2E}, scores};
-    }
+  if (reader < Shape::padded / 2) {
+    float4* to = shared_scales + forced_pair / (COLUMNS / 2) * Shape::tile_scales + Shape::scales + forced_pair % (COLUMNS / 2);
+    __half* scores = p.scores + static_cast<int64_t>(static_cast<uint32_t>(row) * p.capacity) * columns + first_column + 2 * forced_pair;
+    reinterpret_cast<ColumnPair&>(*to) = {{forced.x * -kLog2E, forced.y * -kLog2E}, scores};
+    to[COLUMNS / 2] = make_float4(kMagic, kMagic, kMagic, kMagic);
   }
 
   // Values of this lane: (column tile, page half, column) for 8 columns; two columns of one page for 4.
   constexpr int kValues = COLUMNS == 8 ? 4 : 2, kAll = TILES * kValues;
   const bool low = q < 2;
   const int column_pair = COLUMNS == 8 ? q : q & 1;
-  // Of the results of a product lane q has the columns 2 q and 2 q + 1. Of a second factor lane (g, q) holds the places q and q + 4 of column g.
-  constants.lane[lane].own[0] = g == 2 * q ? 1.f : 0.f, constants.lane[lane].own[1] = g == 2 * q + 1 ? 1.f : 0.f;
   if (lane == 0) constants.entries = entries, constants.records = p.records + head * sketch::record_bytes;
   if (lane == 0) constants.partials = p.partials + (static_cast<int64_t>(row) * p.chunks + chunk) * columns + first_column;
-  if (lane < 4) constants.start[lane] = make_int4(kMagicBits, kMagicBits, kMagicBits, kMagicBits);
-  __syncwarp();
+  wait_copies();
+  if constexpr (share) __syncthreads();
+  else __syncwarp();
   float mass[TILES][2] = {};
   const float4* lane_scales = shared_scales + column_pair;
 
-  for (int tiles = __shfl_sync(~0u, ceil_div(ceil_div(pages, kTilePages) - chunk, p.chunks), 0); tiles > 0; --tiles) {
+  int tiles = __shfl_sync(~0u, ceil_div(ceil_div(pages, kTilePages) - chunk, p.chunks), 0);
+  if (share && tiles == 0) return;
+  for (; tiles > 0; --tiles) {
     asm volatile("" ::: "memory");  // or the weights in shared memory are hoisted into registers
     int sum[TILES][kModes][4];
-    const int4 start = constants.start[column_pair];
+    const int4 start = reinterpret_cast<const int4&>(lane_scales[Shape::scales + COLUMNS / 2]);
     uint4 fragment[TILES][kProducts / 2];
     auto product = [&](auto which) {
       constexpr int i = decltype(which)::value;
@@ -252,7 +241,7 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
     auto mode_value = [&](int mode, float (&z)[kAll]) {
 #pragma unroll
       for (int c = 0; c < TILES; ++c) {
-        const float4 s = lane_scales[c * (Shape::scales + COLUMNS / 2) + mode * (COLUMNS / 2)];
+        const float4 s = lane_scales[c * Shape::tile_scales + mode * (COLUMNS / 2)];
         const auto& a = sum[c][mode];
         if constexpr (COLUMNS == 8) {
           z[c * 4 + 0] = fmaf(__int_as_float(a[0]), s.x, s.z), z[c * 4 + 1] = fmaf(__int_as_float(a[1]), s.y, s.w);
@@ -275,26 +264,16 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
     unrolled<kProducts - kSketchProgram.even>([&](auto which) { product(std::integral_constant<int, kSketchProgram.even + decltype(which)::value>{}); });
     if (tiles > 1) {
       wait_copies();
-      load_records(constants.records + 16 * q, constants.lane[lane].entry, own_page + stride);
-      copy_int(&constants.lane[lane].entry, entry_at(constants.entries, own_page + 2 * stride));
+      load_records(constants.records + 16 * q, constants.entry[lane], own_page + stride);
+      copy_int(&constants.entry[lane], entry_at(constants.entries, own_page + 2 * stride));
     }
     __syncwarp();  // keeps ptxas from sinking the loads behind the exponentials
-    const float own[2] = {constants.lane[lane].own[0], constants.lane[lane].own[1]};
     {
       float z1[kAll], z3[kAll], z5[kAll], z7[kAll], z9[kAll], z11[kAll], z13[kAll], z15[kAll];
       mode_value(1, z1), mode_value(3, z3), mode_value(5, z5), mode_value(7, z7), mode_value(9, z9), mode_value(11, z11);
       mode_value(13, z13), mode_value(15, z15);
-      const auto odd = [&](int v) { return odd_part(z1[v], z3[v], z5[v], z7[v], z9[v], z11[v], z13[v], z15[v]); };
-      if constexpr (Shape::tensor_sums) {
 #pragma unroll
-        for (int c = 0; c < TILES; ++c) {
-          const OddPart of_tile[4] = {odd(4 * c), odd(4 * c + 1), odd(4 * c + 2), odd(4 * c + 3)};
-          token_sums(total + 4 * c, even + 4 * c, of_tile, own);
-        }
-      } else {
-#pragma unroll
-        for (int v = 0; v < kAll; ++v) total[v] = token_sum(even[v], odd(v));
-      }
+      for (int v = 0; v < kAll; ++v) total[v] = token_sum(even[v], odd_part(z1[v], z3[v], z5[v], z7[v], z9[v], z11[v], z13[v], z15[v]));
     }
     // The largest token lies at most 2^128 above the page's mean logit, which is mode 0: without it no exponential overflows in practice.
     float score[kAll];
@@ -305,7 +284,7 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
       // NaN becomes the largest score here and in the sums: a broken estimate may cost time, never quality.
       __half2 h = __floats2half2_rn(x, y);
       h = __hmax2(__hmin2(h, __float2half2_rn(60000.f)), __float2half2_rn(-60000.f));
-      const ColumnPair& of = reinterpret_cast<const ColumnPair&>(lane_scales[c * (Shape::scales + COLUMNS / 2) + Shape::scales]);
+      const ColumnPair& of = reinterpret_cast<const ColumnPair&>(lane_scales[c * Shape::tile_scales + Shape::scales]);
       const bool written = page + 8 * half < pages;
       if (written) store_scores(element(of.scores, page, columns * sizeof(__half)) + 8 * half * columns, h);
       constexpr float cap = 83.f * kLog2E;
@@ -335,11 +314,12 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
     }
 }
 
-template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS, int CTAS, bool BLOCKED = false>
+template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS, int CTAS, bool BLOCKED, bool TOGETHER>
 cudaError_t launch_score(const ScoreArguments& p, int flags, cudaStream_t stream) {
   const int64_t warps = static_cast<int64_t>(p.requests) * p.heads * p.chunks * p.live_blocks;
-  return launch(score_sketch_kernel<COLUMNS, TILES, WEIGHTS_IN_REGISTERS, CTAS, BLOCKED>, dim3(static_cast<unsigned>((warps + kWarps - 1) / kWarps)),
-                kWarps * 32, kWarps * ScoreShape<COLUMNS, TILES, WEIGHTS_IN_REGISTERS>::warp_bytes, stream, flags, p);
+  return launch(score_sketch_kernel<COLUMNS, TILES, WEIGHTS_IN_REGISTERS, CTAS, BLOCKED, TOGETHER>,
+                dim3(static_cast<unsigned>((warps + kWarps - 1) / kWarps)), kWarps * 32,
+                ScoreShape<COLUMNS, TILES, WEIGHTS_IN_REGISTERS>::bytes(TOGETHER), stream, flags, p);
 }
 
 // CTAs per multiprocessor of the variant for 4 and 8 columns: measured best. More columns are warps of their own, eight each: two tiles of columns in
@@ -350,12 +330,14 @@ constexpr int kWarpColumns = 8;
 }  // namespace
 }  // namespace kvskim
 
-// Chunks that the tiles of a (request, kv head) are dealt to, one warp each: as many as give one full wave of warps.
+// Chunks that the tiles of a (request, kv head) are dealt to, one warp each: as many as give one full wave of warps. Where it costs few of them a multiple
+// of a CTA's warps, which then share the weights of the head.
 extern "C" int kvskim_score_sketch_chunks(int requests, int heads, int padded, int capacity, int multiprocessors) {
   using namespace kvskim;
   const int64_t warps = static_cast<int64_t>(multiprocessors) * resident_ctas(padded) * kWarps;
   const int64_t rows = static_cast<int64_t>(requests) * heads * (padded > kWarpColumns ? padded / kWarpColumns : 1);
-  const int64_t share = rows > 0 ? warps / rows : 1, most = ceil_div(capacity, kTilePages);
+  int64_t share = rows > 0 ? warps / rows : 1, most = ceil_div(capacity, kTilePages);
+  if (padded <= kWarpColumns && share >= 8 * kWarps) share -= share % kWarps, most = (most + kWarps - 1) / kWarps * kWarps;
   return static_cast<int>(share < 1 || most < 1 ? 1 : share < most ? share : most);
 }
 
@@ -379,7 +361,11 @@ extern "C" int kvskim_score_sketch(const void* records, const void* block_table,
                          blocks * parts, ceil_div(group, kBlockColumns) * parts, requests, heads, capacity, chunks, page_shift, sink_pages, window_pages,
                          full_pages, (flags & kRecordsSettled) != 0};
   const auto s = static_cast<cudaStream_t>(stream);
-  if (padded == 4) return launch_score<4, 1, true, resident_ctas(4)>(p, flags, s);
-  if (padded == 8) return launch_score<8, 1, false, resident_ctas(8)>(p, flags, s);
-  return launch_score<8, 1, false, resident_ctas(16), true>(p, flags, s);
+  const auto launch_columns = [&](auto together) {
+    constexpr bool TOGETHER = decltype(together)::value;
+    if (padded == 4) return launch_score<4, 1, true, resident_ctas(4), false, TOGETHER>(p, flags, s);
+    return launch_score<8, 1, false, resident_ctas(8), false, TOGETHER>(p, flags, s);
+  };
+  if (padded > kWarpColumns) return launch_score<8, 1, false, resident_ctas(16), true, false>(p, flags, s);
+  return chunks % kWarps ? launch_columns(std::false_type{}) : launch_columns(std::true_type{});
 }

@@ -77,8 +77,4 @@ __host__ __device__ constexpr double sketch_fold(int mode) {
 constexpr int kMagicBits = 0x4B400000;
 constexpr float kMagic = 12582912.f;
 
-// With tiles of 8 columns the tensor core adds up the exponentials of a page's tokens, cut to 11 bits of mantissa. What that takes off the logarithm of
-// a sum, in nats: 2^-11 times the mean of 1 / m for mantissas m from 1 to 2 that are spread as those of exponentials are. Mode 0 gives it back.
-constexpr float kCutTerms = 3.5e-4f;
-
 }  // namespace kvskim

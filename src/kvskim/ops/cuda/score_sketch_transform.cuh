@@ -1,4 +1,4 @@
-// From the modes of a page to the sum over its tokens of 2^logit: inverse DCT, exponentials, and their sum, with 8 columns on the tensor cores.
+// From the modes of a page to the sum over its tokens of 2^logit: inverse DCT, exponentials, and their sum.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -16,14 +16,6 @@ __device__ __forceinline__ void unrolled_(Body body, std::integer_sequence<int, 
 template <int N, class Body>
 __device__ __forceinline__ void unrolled(Body body) {
   unrolled_(body, std::make_integer_sequence<int, N>{});
-}
-
-// d += a b, 16 x 8 x 8: float32 operands of which the tensor core takes the leading 11 bits of the mantissa, float32 accumulators.
-__device__ __forceinline__ void multiply_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(__float_as_int(a0)), "r"(__float_as_int(a1)), "r"(__float_as_int(a2)), "r"(__float_as_int(a3)),
-        "r"(__float_as_int(b0)), "r"(__float_as_int(b1)));
 }
 
 // Inverse DCT of 16 points with mode 0 left out, split into even and odd modes; the DCT-IV parts go through complex FFTs of half the length.
@@ -71,24 +63,6 @@ __device__ __forceinline__ float token_sum(const float (&even)[8], const OddPart
     s[decltype(index)::value] = x + y;
   });
   return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
-}
-
-// The same of the values of a column tile of 8 by the tensor core. A lane's exponentials of a token are rows g and g + 8 of the first factor, those of
-// its first column at place q, those of its second at place q + 4. `own`, the second factor, is 1 where column g of the product is that column of lane
-// q. So a product adds a token to all four sums of every lane, and they come to lie as those of the modes do.
-// The terms are cut to 11 bits: a sum comes out too low by up to 2^-10 of it, by 3.5e-4 on average (kCutTerms). An infinite term makes the sums of the
-// page's other columns NaN.
-__device__ __forceinline__ void token_sums(float* total, const float (*even)[8], const OddPart (&odd)[4], const float (&own)[2]) {
-  float sum[4] = {};
-  unrolled<8>([&](auto index) {
-    float x[4], y[4];
-#pragma unroll
-    for (int v = 0; v < 4; ++v) exponentials<decltype(index)::value>(even[v], odd[v], x[v], y[v]);
-    multiply_tf32(sum, x[0], x[2], x[1], x[3], own[0], own[1]);
-    multiply_tf32(sum, y[0], y[2], y[1], y[3], own[0], own[1]);
-  });
-#pragma unroll
-  for (int v = 0; v < 4; ++v) total[v] = sum[v];
 }
 
 }  // namespace kvskim

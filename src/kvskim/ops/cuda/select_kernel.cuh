@@ -112,6 +112,18 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) select_kernel(const __grid_
     wait_previous_kernel();
 
     const int row = blockIdx.z * p.heads + blockIdx.y;
+    const auto take_whole = [&](int total_pages) {
+        wait_for_start();
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            p.counts[row] = total_pages;
+            p.covered[row] = total_pages ? 1.0f : 0.0f;
+        }
+    };
+    if (p.settled) {
+        // Ahead of the loads, which a block that ends would still wait for.
+        const int settled_pages = (max(seq_len, 0) + kPageTokens - 1) / kPageTokens;
+        if (settled_pages <= p.full_pages) return take_whole(settled_pages);
+    }
     const __half* scores = p.scores + (static_cast<size_t>(row) * p.page_capacity + p.sink) * GROUP;
     const Columns slice = Columns::of_lane(p.group);
     Page<Columns::COLUMNS> loaded[LOADS];
@@ -147,14 +159,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) select_kernel(const __grid_
     const int budget = p.rule == BUDGET ? min(budget_of(p, total_pages), most) : -1;
     const bool whole = total_pages <= p.full_pages || candidates <= p.min_pages || budget == candidates || ready == 0;
     Place place = {static_cast<int>(blockIdx.x), 1};
-    if (whole) {
-        wait_for_start();
-        if (place.rank == 0 && threadIdx.x == 0) {
-            p.counts[row] = total_pages;
-            p.covered[row] = total_pages ? 1.0f : 0.0f;
-        }
-        return;
-    }
+    if (whole) return take_whole(total_pages);
 
     // This block's pages, and within them each warp's: both contiguous, so that page order is rank, warp, iteration, lane.
     int per_block = candidates;

@@ -13,6 +13,7 @@ _write_cache = function("kvskim_write_cache", (
     POINTER, LONG, LONG, POINTER, LONG, LONG,  # keys, values
     POINTER, LONG, LONG, LONG, POINTER, LONG, LONG, LONG,  # key_cache, value_cache
     POINTER, INT, INT, INT, INT, INT,  # slots, tokens, heads, bytes of a row of keys and of values, block size
+    POINTER, POINTER, INT,  # hot, directory, parts
     INT, STREAM,  # flags
 ))
 
@@ -26,9 +27,12 @@ def write_kernel_serves(*tensors: Tensor) -> bool:
     ) and all(tensor.shape[0] * tensor.shape[1] < 2**32 for tensor in tensors)
 
 
-@operator("write_cache", mutates=("key_cache", "value_cache"))
-def write_cache_cuda(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, overlap_previous: bool) -> None:
-    """Arguments as checked by `kvskim.ops.write_cache.write_cache`."""
+@operator("write_cache", mutates=("key_cache", "value_cache", "hot"))
+def write_cache_cuda(
+    keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, overlap_previous: bool, hot: Tensor | None,
+    directory: Tensor | None,
+) -> None:
+    """Arguments as checked by `kvskim.ops.write_cache.write_cache`; of a tier, its caches and tensors one by one."""
     size = keys.element_size()
     with torch.cuda.device(keys.device):
         _write_cache(
@@ -36,5 +40,5 @@ def write_cache_cuda(keys: Tensor, values: Tensor, key_cache: Tensor, value_cach
             pointer(key_cache), *(size * stride for stride in key_cache.stride()[:3]),
             pointer(value_cache), *(size * stride for stride in value_cache.stride()[:3]),
             pointer(slot_mapping), slot_mapping.shape[0], keys.shape[1], keys.shape[2] * size, values.shape[2] * size, key_cache.shape[1],
-            _OVERLAP_PREVIOUS if overlap_previous else 0, stream(keys.device),
+            pointer(hot), pointer(directory), 0 if hot is None else hot.shape[1], _OVERLAP_PREVIOUS if overlap_previous else 0, stream(keys.device),
         )
