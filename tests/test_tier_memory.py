@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvskim.tier.host_memory import GIB, HostMemory, available_host_memory, host_memory_refusal
+from kvskim.tier.host_memory import GIB, HostMemory, _fresh, _touch, available_host_memory, host_memory_refusal
 
 
 def machine(root: Path, files: dict[str, str], group: str) -> Path:
@@ -75,6 +75,18 @@ def test_memory_is_zero_and_untouched_until_it_is_used() -> None:
     with pytest.raises(RuntimeError, match="released"):
         memory.view((2**30,), torch.uint8)
     assert HostMemory(0).view((0, 4), torch.bfloat16).shape == (0, 4)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 2**21 + 1, 300 * 2**20 + 4097])
+def test_every_page_is_taken_before_it_is_locked(nbytes: int) -> None:
+    """By several threads; what they leave out the driver would take by itself, page after page."""
+    memory = _fresh(nbytes)
+    before = resident()
+    _touch(memory)
+    assert resident() - before >= nbytes - 2**21  # a few pages come and go in the rest of the process
+    grown = resident()
+    memory.fill_(0)
+    assert resident() - grown < 2**21
 
 
 def test_this_machine_has_some() -> None:

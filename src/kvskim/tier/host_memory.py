@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,17 @@ import torch
 from torch import Tensor
 
 from kvskim.errors import UnsupportedError
+from kvskim.layout import ceil_div
 
 GIB = 2**30
 SPARE = 4 * GIB
 """Host memory that is left to everything else: pinned memory can't be swapped out."""
+
+LARGE_PAGE = 2**21
+"""Bytes that threads share memory out by: a large page is cleared by one of them."""
+
+TOUCHING_THREADS = 16
+"""That take memory from the operating system side by side."""
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 """There where the kernel gives large pages on demand. Locking takes time page by page."""
@@ -119,8 +127,7 @@ class HostMemory:
         self._unlock: Callable[[], Any] | None = None
         if not locked or nbytes == 0:
             return
-        # One write takes a page from the operating system, so that the driver finds it there and has nothing to do but to lock it.
-        self.bytes[:: mmap.PAGESIZE] = 0
+        _touch(self.bytes)
         code = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0))
         if code:
             raise UnsupportedError(
@@ -154,6 +161,21 @@ def _fresh(nbytes: int) -> Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)
     memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy all of it: locked pages can't be shared until somebody writes
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping as long as it lives
+
+
+def _touch(memory: Tensor) -> None:
+    """Write to every page, which takes it from the operating system, so that the driver finds it there and has nothing to do but to lock it.
+
+    The operating system clears what it gives, in the thread that asks for it; so several ask.
+    """
+    share = ceil_div(ceil_div(memory.numel(), TOUCHING_THREADS), LARGE_PAGE) * LARGE_PAGE
+    parts = [memory[first : first + share] for first in range(0, memory.numel(), share)]
+
+    def write(part: Tensor) -> None:
+        part[:: mmap.PAGESIZE] = 0
+
+    with ThreadPoolExecutor(TOUCHING_THREADS) as pool:
+        list(pool.map(write, parts))
 
 
 class _Exported:
