@@ -13,6 +13,7 @@ one whose only kv head both ranks have. What is compared:
 Engines run side by side, --at-once of them; one that needs a calibration which another makes waits for it. NVLink multicast stays off.
 
     python tests/gpu/vllm/parallel.py --model /tmp/smollm2
+    python tests/gpu/vllm/parallel.py --model /tmp/smollm2 --only "two TP=2" again     # these, what they are compared with, and whose calibration they use
 """
 
 import sys
@@ -166,6 +167,30 @@ class Machine:
         return sorted(path.name for path in (self.cache(Run("", "", cache=cache)) / "calibrations").glob("*"))
 
 
+def reference_of(run: Run) -> str:
+    """Name of the run that a run is compared with."""
+    return f"{run.model} rule" if run.settings is RULE else f"{run.model} dense"
+
+
+def chosen(words: Sequence[str]) -> list[Run]:
+    """The runs with any of these words in their names, and all that these need: what they are compared with, and whose calibration they use.
+
+    Raises:
+        ValueError: no run has one of the words in its name.
+    """
+    if unknown := [word for word in words if not any(word in run.name for run in RUNS)]:
+        raise ValueError(f"--only is {unknown[0]!r}, which is in the name of no run; use words of {', '.join(run.name for run in RUNS)}")
+    names = {run.name for run in RUNS if not words or any(word in run.name for word in words)}
+    while True:
+        runs = [run for run in RUNS if run.name in names]
+        needed = {reference_of(run) for run in runs} | {MAKES[run.cache] for run in runs if run.settings is not None}
+        if any(run.model == "smollm2" for run in runs):
+            needed |= {NOISE, "smollm2 dense"}
+        if needed <= names:
+            return runs
+        names |= needed
+
+
 def share(result: dict[str, Any]) -> float:
     seen = result["activity"]
     return float(seen["attended"]) / max(1, seen["total"])
@@ -193,7 +218,7 @@ def faults(machine: Machine, run: Run, a: Any) -> tuple[Agreement | None, str, l
             wrong.append(f"{lines(result, 'in vLLM, variant')} blocks in the log")
         if not result["ready"]:
             wrong.append("decode never became sparse")
-    reference = f"{run.model} rule" if run.settings is RULE else f"{run.model} dense"
+    reference = reference_of(run)
     if run.name == reference or reference not in machine.results:
         return None, "", wrong if run.name == reference else [*wrong, f"{reference} failed"]
     agreement = compare(machine.results[reference], result)
@@ -222,9 +247,15 @@ def main() -> int:
     arguments.add_argument("--pages", type=float, default=0.05, help="relative difference of the share of pages attended")
     arguments.add_argument("--lead", type=float, default=0.5, help="with the default rule, largest lead of a token that the other run does not choose")
     arguments.add_argument("--at-once", type=int, default=6, help="engines side by side")
+    arguments.add_argument("--only", nargs="+", default=[], help="words of the names of runs; without it, all runs, and the refusal of 9 heads")
     arguments.add_argument("--seconds", type=float, default=235, help="after so long no engine is started, and those that run are ended")
     a = arguments.parse_args()
     started = time.monotonic()
+    try:
+        runs = chosen(a.only)
+    except ValueError as error:
+        print(f"FAIL: {error}")
+        return 2
     if not any(entry.value.startswith("kvskim.") for entry in entry_points(group="vllm.general_plugins")):
         print("FAIL: kvskim is on the path but not installed, so workers would not load it: install it with pip (--target is enough)")
         return 2
@@ -241,14 +272,14 @@ def main() -> int:
             prompts[model] = [text[500 * i : 500 * i + n] for i, n in enumerate(lengths)], text[40_000:46_000]
         machine = Machine(models, folder, prompts, a.tokens, a.kernels)
         machine.deadline = started + a.seconds
-        machine.all([*RUNS[:-3], REFUSED, *RUNS[-3:]], a.at_once)
-        return report(machine, a, started)
+        machine.all(runs if a.only else [*runs[:-3], REFUSED, *runs[-3:]], a.at_once)
+        return report(machine, runs, a, started)
 
 
-def report(machine: Machine, a: Any, started: float) -> int:
+def report(machine: Machine, runs: Sequence[Run], a: Any, started: float) -> int:
     """Print the table; 1 where something is wrong."""
     rows, failed = [], False
-    for run in RUNS:
+    for run in runs:
         agreement, reference, wrong = faults(machine, run, a)
         failed |= bool(wrong)
         result = machine.results.get(run.name, {})
@@ -257,10 +288,14 @@ def report(machine: Machine, a: Any, started: float) -> int:
         ]
         pages = f"{share(result):.2%}" if "activity" in result else ""
         rows.append([run.name, *compared, pages, f"{result['start_seconds']:.0f}" if result else "", "FAIL: " + "; ".join(wrong) if wrong else "ok"])
-    why = machine.errors.get(REFUSED.name, "it was not refused")
-    said = next((line.strip() for line in why.splitlines() if "must be divisible" in line), None)
-    failed |= said is None
+    if not a.only:
+        why = machine.errors.get(REFUSED.name, "it was not refused")
+        said = next((line.strip() for line in why.splitlines() if "must be divisible" in line), None)
+        failed |= said is None
+        print(f"9 query heads on two GPUs: {said or 'FAIL: ' + why[-300:]}")
     for cache, made in MAKES.items():
+        if not any(run.name == made for run in runs):
+            continue
         files = machine.files(cache)
         wrong = made in machine.results and (len(files) != 1 or "share" in files[0])
         failed |= wrong
@@ -270,7 +305,6 @@ def report(machine: Machine, a: Any, started: float) -> int:
             print(f"--- {run_name}\n{error[-3000:]}")
     for run_name in ("smollm2 TP=2 rule", "smollm2 PP=2 rule, own fit"):
         print("\n".join(machine.results.get(run_name, {}).get("log", [])))
-    print(f"9 query heads on two GPUs: {said or 'FAIL: ' + why[-300:]}")
     print(table(["run", "compared with", "equal", "tokens", "largest lead", "logprob diff", "pages", "start s", ""], rows))
     print(f"{time.monotonic() - started:.0f} s in all")
     return int(failed)
