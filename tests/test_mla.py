@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ if not torch.cuda.is_available():
 from kvskim.engines.decode import DecodeSettings, decode_attention
 from kvskim.engines.decode_kernels import kernel_refusal
 from kvskim.layout import PAGE_TOKENS
+from kvskim.ops import attend as attend_module
 from kvskim.ops.attend import attend, attending_kernels, serves_latent, shares_rows
+from kvskim.ops.attend_plan import attend_scratch_sizes
+from kvskim.ops.cuda import attend_latent as latent_kernel
 from kvskim.ops.join_query import join_query
 from kvskim.ops.latent_query import LatentQuery, joined
 from kvskim.ops.score import reads_parts, score, scorer
@@ -302,6 +306,27 @@ def test_cuda_attends_latent_rows_that_it_can_copy() -> None:
     assert not serves_latent(shifted[..., 1:], cache, cache[..., :512], out)
     assert not serves_latent(LatentQuery(parts.latent, shifted[..., 1:65]), cache, cache[..., :512], out)
     assert not serves_latent(query, cache, cache[..., :512], torch.zeros(2, 16, 514, dtype=torch.bfloat16)[..., :512])
+
+
+def test_a_query_that_attend_joins_itself_is_not_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the caller says of the kernel ahead: the one that joins comes after that."""
+    batch = make_latent_batch("mean", [40], group=16, dtype=torch.bfloat16)
+    heard: list[tuple[bool, bool]] = []
+
+    def launched(*arguments: object) -> None:
+        heard.append(arguments[-3:-1])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attend_module, "joined", lambda query, kernels: joined(query, "torch"))
+    monkeypatch.setattr(latent_kernel, "attend_latent_cuda", launched)
+    floats, tickets = attend_scratch_sizes(1, 1, 16, 512, 4, 1)
+    scratch = SimpleNamespace(attend_partials=torch.zeros(floats), attend_tickets=torch.zeros(tickets, dtype=torch.int32))
+    for query in (batch.query, in_parts(batch.query, 512), in_parts(batch.query, 448)):
+        attend(
+            query, batch.key_cache, batch.value_cache, batch.block_table, batch.seq_lens, torch.zeros(1, 1, 1, dtype=torch.int32),
+            torch.full((1, 1), 3, dtype=torch.int32), scale=1.0, out=torch.zeros(1, 16, 512, dtype=torch.bfloat16), scratch=scratch, kernels="cuda",
+            overlap_previous=True, settled=True, full_pages=3,
+        )
+    assert heard == [(True, True), (True, True), (True, False)]
 
 
 def test_float8_latent_rows_are_refused() -> None:

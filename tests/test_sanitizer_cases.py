@@ -29,6 +29,12 @@ def test_every_operation_has_cases() -> None:
     assert any("triton" in case for case in cases())
 
 
+def test_an_operation_that_it_does_not_have_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(["bash", SCRIPT, tmp_path / "logs", "select", "scan"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "there is no operation scan; use attend latent select score encode step\n")
+    assert not (tmp_path / "logs").exists()
+
+
 def test_every_case_exists(tmp_path: Path) -> None:
     (tmp_path / "pretended_gpu.py").write_text(PRETENDED_GPU)
     names = [f"tests/gpu/{case}" for case in cases()]

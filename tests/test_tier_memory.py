@@ -89,6 +89,12 @@ def test_every_page_is_taken_before_it_is_locked(nbytes: int) -> None:
     assert resident() - grown < 2**21
 
 
+def test_memory_that_is_made_in_inference_mode_is_taken_too() -> None:
+    """It is the threads that write, and the mode is not theirs."""
+    with torch.inference_mode():
+        _touch(_fresh(2**22))
+
+
 def test_this_machine_has_some() -> None:
     assert available_host_memory() > 0
 

@@ -138,7 +138,7 @@ def test_any_group(group: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("count", [*range(1, 24), 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300])
 def test_any_count(count: int) -> None:
-    """Every number of pages around the depth of the ring, and around the 32 of each half that are looked up together."""
+    """Every number of pages around the depth of the ring, and around the 32 of each copying warp that are looked up together."""
     case = make_case([5000, 4999, 4801], [count, max(1, count - 1), count], group=16, dtype=torch.bfloat16, block_size=48, seed=count)
     check(*run(case, 1, 1, 16), case)
     check(*run(case, 2, 1, 16), case)
@@ -201,10 +201,13 @@ def test_query_rows_at_any_multiple_of_four_bytes(group: int, dtype: torch.dtype
     check(*run(case, 3, 2, 4), case)
 
 
-@pytest.mark.parametrize("cluster", [1, 4, 16])
-def test_whole_requests_need_no_count(cluster: int) -> None:
-    """Where all else is settled, a request of up to so many pages is attended whole, whatever its count says; the others by their counts."""
-    case = make_case(LENGTHS, [0, 1, 1, 1, 2, 21, 20, 60], group=16, dtype=torch.bfloat16, seed=cluster)
+@pytest.mark.parametrize(("cluster", "times"), [(1, 1), (4, 1), (16, 1), (1, 18)])
+def test_whole_requests_need_no_count(cluster: int, times: int) -> None:
+    """Where all else is settled, a request of up to so many pages is attended whole, whatever its count says; the others by their counts.
+
+    With more requests than multiprocessors two thread blocks share one.
+    """
+    case = make_case(LENGTHS * times, [0, 1, 1, 1, 2, 21, 20, 60] * times, group=16, dtype=torch.bfloat16, seed=cluster)
     expected = run(case, cluster, 2, 4)
     for full_pages in (0, 1, 21, 63):
         short = (case.lengths + 15) // 16 <= full_pages

@@ -158,7 +158,7 @@ def test_other_work_of_a_layer_is_forked_and_joined_like_records():
         assert not order.may_fork(alone=True)
 
 
-def test_the_next_layer_waits_for_what_reads_the_selection_and_for_nothing_else():
+def test_the_next_layer_waits_for_what_reads_the_selection_and_not_for_the_copies_behind_it():
     order, streams = new_order()
     log = streams.log
 

@@ -120,3 +120,14 @@ def test_rounding_of_two_gpus_passes_and_a_wrong_calibration_does_not(scripts, h
             assert agreement.logprob > 0, "nothing was rounded in another way"
         else:
             assert any("of the tokens" in fault for fault in wrong), (order, agreement, wrong)
+
+
+def test_some_of_the_runs_take_with_them_what_they_are_compared_with_and_whose_calibration_they_use(scripts):
+    parallel, _ = scripts
+    assert parallel.chosen([]) == parallel.RUNS
+    assert {run.name for run in parallel.chosen(["one all pages"])} == {"one all pages, file of TP=2", "one TP=2 all pages, own fit", "one dense"}
+    assert {run.name for run in parallel.chosen(["again", "two dense"])} == {
+        "smollm2 TP=2 rule, again", "smollm2 TP=2 rule, own fit", "smollm2 rule", "smollm2 dense", parallel.NOISE, "two dense",
+    }
+    with pytest.raises(ValueError, match="--only is 'three', which is in the name of no run; use words of smollm2 rule, "):
+        parallel.chosen(["two", "three"])

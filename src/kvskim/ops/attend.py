@@ -82,10 +82,11 @@ def attend(
             than 16 query heads, the Triton kernels attend under "cuda" too; but for latent attention with 512 + 64 channels, see `serves_latent`.
         overlap_previous: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch): the CUDA
             kernels, and the Triton kernels of latent attention.
-        settled: all that is read here but ``pages`` and ``counts`` was complete before the kernel ahead let this launch begin, as behind
-            `kvskim.ops.select.select`. The CUDA kernel of latent attention then reads the query before that kernel has ended.
+        settled: all that is read here but ``pages`` and ``counts`` was complete, and all that reads or writes ``out``, ``lse`` and ``scratch`` had ended,
+            before the kernel ahead let this launch begin, as behind `kvskim.ops.select.select`. With ``overlap_previous`` the CUDA kernel of latent
+            attention then reads the query before that kernel has ended. Without it, and by the other kernels, not used.
         full_pages: where settled, the same of select: requests of at most so many pages have a count of all of them. The CUDA kernel of latent attention
-            attends them without waiting for their count.
+            attends them, and writes what it has, without waiting for their count.
 
     Raises:
         ValueError: an argument has another shape, dtype, stride or device than said here.
@@ -97,6 +98,7 @@ def attend(
         kernels == "torch" or query.latent.shape[2] != value_cache.shape[3] or not shares_rows(key_cache, value_cache)
     ):
         query = joined(query, kernels)
+        settled = False  # the kernel ahead is the one that joins
     if kernels == "torch":
         assert isinstance(query, Tensor)
         attend_torch(

@@ -9,7 +9,8 @@ All decisions are taken on the device, in an order that depends on nothing but t
 4. The i-th missing page is copied from the host into the i-th victim. When the victims run out, the remaining pages stay on the host, where
    `kvskim.ops.attend_tiered` reads them: slower, and no other result.
 
-The copies may be left to `copy_fetched`, after attention, which then reads missing pages from the host while it computes with those that are hot.
+The copies may be left to `copy_fetched`, after attention, which then reads missing pages from the host while it computes with those that are hot. The
+decisions may then be taken beside attention: they leave selected pages that are hot where they are, and make none hot.
 
 See docs/how-it-works.md, section "The host tier".
 """
@@ -83,7 +84,7 @@ def fetch(
         kernels: cuda, triton or torch. Batches of more than `CUDA_PAIRS` rows times kv heads Triton fetches for under "cuda" too.
         overlap_previous: CUDA only: let the launch begin before the kernel ahead of it in the stream has ended (programmatic dependent launch).
         copies: False leaves them to `copy_fetched`, which must come before the tier is used by anything but attention to this selection. Until then
-            missing pages are not hot, and the slots that they get are empty.
+            missing pages are not hot, and the slots that they get are empty. Attention to this selection may run beside such a fetch too.
 
     Raises:
         ValueError: an argument has another shape, dtype, stride or device than said here.

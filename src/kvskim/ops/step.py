@@ -1,4 +1,4 @@
-"""The whole decode step of one layer: score, select, attend, and fetch before it where values are in host memory. Engines call it, the bench times it."""
+"""The whole decode step of one layer: score, select, attend, and a fetch before that where pages are in host memory. Engines call it, the bench times it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def decode_step(
 
     values: the value cache, or the tier that holds values, or keys and values, in host memory; of a tier with keys ``key_cache`` is its own.
     fetching: of a tier, the buffers of `kvskim.ops.fetch`. None: nothing is fetched ahead of attention, which reads from the host what is not hot; the
-        caller fetches without copies once the pages are selected, and copies when attention has ended.
+        caller fetches without copies, beside attention or behind it, and copies when attention has ended.
     queries_settled: queries were complete before `kvskim.ops.write_cache.write_cache` ran, and nothing but `encode` was launched since, see `score`.
     selected: called when select is under way and attend is not: what the caller wants to run beside attention.
 

@@ -172,7 +172,9 @@ def _touch(memory: Tensor) -> None:
     parts = [memory[first : first + share] for first in range(0, memory.numel(), share)]
 
     def write(part: Tensor) -> None:
-        part[:: mmap.PAGESIZE] = 0
+        # A mode of each thread; memory that was made in it is written in it alone.
+        with torch.inference_mode():
+            part[:: mmap.PAGESIZE] = 0
 
     with ThreadPoolExecutor(TOUCHING_THREADS) as pool:
         list(pool.map(write, parts))

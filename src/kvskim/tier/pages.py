@@ -7,7 +7,7 @@ there is one, so at all times::
     directory[page, head] = slot + 1   implies   hot[slot] == host[page, head]   and   owner[slot] = page * kv heads + head
 
 Therefore it never matters for a result whether a page is hot, and nothing must be told when a block changes hands: a new request writes its rows
-through the same operation. See docs/how-it-works.md, section "The host tier".
+through the same operations. See docs/how-it-works.md, section "The host tier".
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ room on the multiprocessors from the scan of the records, which wants every regi
 smaller windows make them at once.
 
 What attention has read from host memory is copied into the hot cache in the same way: behind attention of its layer, beside what follows. What is
-copied where is decided beside attention. That reads the selection, and the layers have one table for it: the next layer writes nothing before it is done.
+copied where is decided beside attention. That reads the selection, and the layers have one table for it: the next layer writes nothing before it is done,
+nor before what the side stream had ahead of it: there records and copies of earlier layers are waited for after all.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class CudaStreams:
 class EncodeOrder:
     """Makes the records of each layer of a pass of the model, at once or forked, runs other work of a layer on the same side stream, and joins.
 
-    A pass calls `begins`, `written`, `selected` and `attended`, for one layer after the other. Which layer is the last one is learnt from the pass before
-    (vLLM warms up before it captures); until it is known, and behind a layer where the side stream was joined, nothing is forked: a graph with a stream
-    that is not joined can't be captured.
+    A pass calls `begins`, `written`, `selected` and `attended`, for one layer after the other; `begins` matters where something is decided beside attention.
+    Which layer is the last one is learnt from the pass before (vLLM warms up before it captures); until it is known, and behind a layer where the side
+    stream was joined, nothing is forked: a graph with a stream that is not joined can't be captured.
 
     Args:
         window_pages: pages at the end of a request that are always attended.
@@ -126,7 +127,7 @@ class EncodeOrder:
             encode(False)
 
     def may_fork(self, *, alone: bool) -> bool:
-        """Whether work of this layer that nothing of this step waits for may run on the side stream; ``alone`` as in `written`."""
+        """Whether work that nothing of its own layer waits for may run on the side stream; ``alone`` as in `written`."""
         joins = self._last is not None and not self._joined
         return alone and joins and self.streams is not None and self.streams.capturing()
 
