@@ -3,10 +3,12 @@ and the newest keys and values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvskim.ops.cuda.library import availability
 from kvskim.ops.encode import encode
@@ -73,6 +75,17 @@ def test_a_page_that_another_row_completes_in_this_step_has_its_record(pages: in
 WHOLE = RuleParameters(rule="budget", budget_pages=6, min_pages=0, full_pages=40)
 
 
+def check_replay(graph: torch.cuda.CUDAGraph, step: Callable[[], None], out: Tensor, forced: Tensor) -> None:
+    """What the replay of a step leaves is what ``step``, in which no launch begins early, leaves."""
+    graph.replay()
+    torch.cuda.synchronize()
+    ours = out.clone(), forced.clone()
+    step()
+    torch.cuda.synchronize()
+    assert torch.equal(ours[0], out)
+    assert torch.equal(ours[1].nan_to_num(), forced.nan_to_num())
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("group", [4, 8, 16])
 @pytest.mark.parametrize("requests", [1, 12])
@@ -118,13 +131,7 @@ def test_a_step_sees_the_tokens_that_the_write_ahead_of_it_writes(dim: int, grou
         batch.key_cache[blocks, places] = 30.0
         batch.value_cache[blocks, places] = 1e4
         out.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        ours, forced = out.clone(), buffers.forced.clone()
-        step(overlap=False)
-        torch.cuda.synchronize()
-        assert torch.equal(ours, out)
-        assert torch.equal(forced.nan_to_num(), buffers.forced.nan_to_num())
+        check_replay(graph, lambda: step(overlap=False), out, buffers.forced)
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -191,13 +198,7 @@ def test_a_step_sees_the_tokens_that_the_write_ahead_of_it_writes_to_host_memory
             assert write_cache(rows[0], rows[1], key_cache, tier, slots, kernels="cuda")
             rows.fill_(1e3)
             out.fill_(torch.nan)
-            graph.replay()
-            torch.cuda.synchronize()
-            ours, forced = out.clone(), buffers.forced.clone()
-            step(overlap=False)
-            torch.cuda.synchronize()
-            assert torch.equal(ours, out)
-            assert torch.equal(forced.nan_to_num(), buffers.forced.nan_to_num())
+            check_replay(graph, lambda: step(overlap=False), out, buffers.forced)
             assert not out.isnan().any()
     finally:
         torch.cuda.synchronize()

@@ -42,8 +42,8 @@ def write_cache(
     if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1 or not slot_mapping.is_contiguous():
         raise ValueError(f"slot_mapping must be contiguous int64 [tokens], not {slot_mapping.dtype} {list(slot_mapping.shape)}")
     tier = value_cache if isinstance(value_cache, HostTier) else None
-    room = value_cache.value_cache if isinstance(value_cache, HostTier) else value_cache
-    for name, rows, cache in (("keys", keys, key_cache), ("values", values, room)):
+    value_view = value_cache.value_cache if isinstance(value_cache, HostTier) else value_cache
+    for name, rows, cache in (("keys", keys, key_cache), ("values", values, value_view)):
         if rows.dim() != 3 or cache.dim() != 4 or rows.shape[0] < slot_mapping.shape[0] or rows.shape[1:] != cache.shape[2:]:
             raise ValueError(
                 f"{name} have shape {list(rows.shape)} and their cache {list(cache.shape)}; expected [{slot_mapping.shape[0]} or more, heads, dim] "
@@ -53,19 +53,19 @@ def write_cache(
             raise ValueError(f"{name} are on {rows.device}, their cache on {cache.device} and slot_mapping on {slot_mapping.device}; all must be on one device")
     if tier is not None:
         check_tier(tier, key_cache)
-    elif key_cache.shape[:3] != room.shape[:3]:
+    elif key_cache.shape[:3] != value_view.shape[:3]:
         raise ValueError(
-            f"the caches of keys and values have shapes {list(key_cache.shape)} and {list(room.shape)}; they must have the same blocks and heads"
+            f"the caches of keys and values have shapes {list(key_cache.shape)} and {list(value_view.shape)}; they must have the same blocks and heads"
         )
-    if not keys.dtype == values.dtype == key_cache.dtype == room.dtype:
+    if not keys.dtype == values.dtype == key_cache.dtype == value_view.dtype:
         return False
     if kernels == "cuda":
         from kvskim.ops.cuda.write_cache import write_cache_cuda, write_kernel_serves
 
         hot, directory = (None, None) if tier is None else (tier.hot, tier.directory)
-        if not write_kernel_serves(keys, values, key_cache, room, *(() if hot is None else (hot,))):
+        if not write_kernel_serves(keys, values, key_cache, value_view, *(() if hot is None else (hot,))):
             return False
-        write_cache_cuda(keys, values, key_cache, room, slot_mapping, overlap, hot, directory)
+        write_cache_cuda(keys, values, key_cache, value_view, slot_mapping, overlap, hot, directory)
         return True
     real = slot_mapping >= 0
     slots = slot_mapping[real]
@@ -73,7 +73,7 @@ def write_cache(
     if tier is None or not tier.with_keys:
         key_cache[blocks, tokens] = keys[: slot_mapping.shape[0]][real]
     if tier is None:
-        room[blocks, tokens] = values[: slot_mapping.shape[0]][real]
+        value_view[blocks, tokens] = values[: slot_mapping.shape[0]][real]
     else:
         store_torch(tier, keys if tier.with_keys else None, values, slot_mapping)
     return True

@@ -115,15 +115,16 @@ class HostTier:
         """
         if not self.with_keys:
             raise ValueError("the tier holds values and no keys")
-        return self._pool[:, :, 0].transpose(1, 2)
+        return self.pool[:, :, 0].transpose(1, 2)
 
     @functools.cached_property
     def value_cache(self) -> Tensor:
         """The values of ``host``, like `key_cache`."""
-        return self._pool[:, :, -1].transpose(1, 2)
+        return self.pool[:, :, -1].transpose(1, 2)
 
     @functools.cached_property
-    def _pool(self) -> Tensor:
+    def pool(self) -> Tensor:
+        """``host`` as a tensor of the device of the others, which reads and writes it where it is."""
         return self.host if self.host.device == self.device else on_device(self.host, self.device)
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvskim.layout import PAGE_TOKENS
-from kvskim.tier.host_memory import on_device
 from kvskim.tier.pages import HostTier
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class Trace:
         self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         self._state = state
         self._layers = list(state.layers.values())
-        self._tiers = [(layer.tier, pool_on_device(layer.tier)) for layer in self._layers if layer.tier is not None]
+        self._tiers = [(layer.tier, layer.tier.pool) for layer in self._layers if layer.tier is not None]
         self._at_first = self._record_sums()
         self.steps: list[Step] = []
 
@@ -83,11 +82,6 @@ class Trace:
 def prompt_of(name: str) -> int:
     """The number of a prompt, from the name of its request: 32 digits of the run, and six of the prompt."""
     return int(name[33:39])
-
-
-def pool_on_device(tier: HostTier) -> Tensor:
-    """The host pool of a tier, on the device of the tier."""
-    return tier.host if tier.host.device == tier.device else on_device(tier.host, tier.device)
 
 
 def bits(rows: Tensor) -> Tensor:

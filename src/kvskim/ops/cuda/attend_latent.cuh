@@ -3,12 +3,13 @@
 //
 // Products have the query heads as the 16 rows of the tensor core product: S[16, tokens] = q K^T, then O[16, 512] += P V. The warps of a CTA have
 // three roles and meet at signals of their own for each page of a ring, so that the loads, the two products and the softmax of different pages overlap:
-//   copies   one warp copies the rows of page after page, 16 bytes a lane, into the ring of RING pages.
+//   copies   four warps, two where a CTA shares its multiprocessor, copy the rows of a page each in turn, 16 bytes a lane, into the ring of RING pages.
 //   logits   four warps take a page each in turn: all 36 steps of 16 channels, so nothing is left to be added up among warps. A warp keeps a running
 //            maximum m of its own pages for each head, rounded up to a whole number, and leaves the weights exp2(x - m), as operands of the second
 //            product, with m. Bringing the weights of several warps to one maximum is then exact.
 //   values   four warps add 128 channels of all 16 heads each (64 registers), in the order of the pages, and give the page's place back.
-// The query is the left operand of the logits: in registers, 144 of them, where a CTA has a multiprocessor to itself; else read from shared memory.
+// The query is the left operand of the logits: where a CTA has a multiprocessor to itself 24 of 36 steps of it are in registers, 96 of them; what is left is
+// read from shared memory.
 //
 // The CTAs of a thread-block cluster share a (request, kv head, block of heads). Each sends every other one its sums of 512 / cluster channels (rounded
 // up to four) by bulk copies between shared memories: nobody fences, and each waits for the bytes that it is to get; its own part stays where it is. Where
@@ -17,8 +18,8 @@
 // Every place of the ring belongs to one warp of each of the first two roles (RING is a multiple of their numbers): a signal tells a phase only from the one
 // ahead of it, so who waits for a phase must have seen the one before.
 //
-// Shared memory: a row is stored with 16 bytes of padding, so the 8 rows of an ldmatrix phase lie in 8 different bank groups. RING = 4: 94 KB, two CTAs
-// on a multiprocessor, up to 75 KB under way each, no clusters; RING = 8: 210 KB, one CTA, 150 KB under way.
+// Shared memory: a row is stored with 16 bytes of padding, so the 8 rows of an ldmatrix phase lie in 8 different bank groups. RING = 4: 94 KiB, two CTAs
+// on a multiprocessor, up to 73 KiB under way each, no clusters; RING = 8: 207 KiB, one CTA, 146 KiB under way.
 #pragma once
 #include "attend_latent_merge.cuh"
 
@@ -51,7 +52,8 @@ struct LatentPage {
   int block, where;
 };
 
-// The warps that multiply meet at barriers: 1 when the query has come, 2 when all pages are used. Barrier 0 is __syncthreads().
+// The warps that multiply meet at barriers: 1 when the query has come, 2 when all pages are used; those of values at 3 when sums can be sent. Barrier 0 is
+// __syncthreads().
 constexpr int kMultiplying = 32 * (kLogitWarps + kValueWarps);
 
 // The query of a block of heads into shared memory, four heads a value warp. Rows of heads that there are not become zeros.
