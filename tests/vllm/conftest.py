@@ -20,7 +20,7 @@ if _vllm_is_installed():
     # These run the backend on a CPU, which vLLM's own FlashAttention can't.
     alone = (
         "encode_placement", "engine", "calibrate", "plugin", "backend", "records", "probe", "mla", "features", "faults", "refusals", "parallel", "tier",
-        "tier_missing", "tier_sizing",
+        "tier_missing", "tier_room", "tier_sizing",
     )
     collect_ignore = [f"test_vllm_{name}.py" for name in alone]
 else:

@@ -237,7 +237,7 @@ def test_prompts_that_do_not_fit_together_are_staged_in_groups(variant, block_si
     e = engine(ALL, variant=variant, block_size=block_size, num_blocks=120 * 32 // block_size)
     groups = []
     stage = tier.HostCache.stage
-    monkeypatch.setattr(tier.HostCache, "stage", lambda self, layer, cache, rows: groups.append(rows) or stage(self, layer, cache, rows))
+    monkeypatch.setattr(tier.HostCache, "stage", lambda self, layer, cache, rows, room: groups.append(rows) or stage(self, layer, cache, rows, room))
     requests = [Request(i) for i in range(4)]
     e.step([(requests[3], 30)])
     e.step([(request, 700) for request in requests[:2]])
@@ -276,7 +276,7 @@ def test_fault_18_all_on_the_gpu_is_there_before_the_cache_is_sized(variant, par
 
     def places():
         made = [*host._hot.values(), *host.scratch.values()]
-        return [host._staging.data_ptr(), *(t.data_ptr() for part in made for t in vars(part).values())]
+        return [t.data_ptr() for part in made for t in vars(part).values()]
 
     kept = places()
     for layer in e.state.layers.values():

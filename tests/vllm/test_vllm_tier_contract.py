@@ -5,6 +5,7 @@ Runs where the Python files of the version that these variants work with are imp
 
 import contextlib
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -60,11 +61,20 @@ def real_engine(settings, block_size, **options):
 
 
 @pytest.mark.parametrize(("variant", "block_size"), CASES)
-def test_vllms_own_layers_and_builders_with_pages_on_the_host(patched, variant, block_size):
+def test_vllms_own_layers_and_builders_with_pages_on_the_host(patched, variant, block_size, monkeypatch):
     from mini_engine import Request
+    from test_vllm_contract import torch_flash_attention
 
-    from kvskim.engines.vllm import probe
+    from kvskim.engines.vllm import probe, tier
 
+    room, read = tier.HostCache.room, []
+    monkeypatch.setattr(tier.HostCache, "room", lambda *arguments: room(*arguments).fill_(torch.nan))
+
+    def reads_whole_tiles(*, v, block_table, **others):
+        read.append(v[block_table.unique().long()].isnan().any())
+        torch_flash_attention(v=v, block_table=block_table, **others)
+
+    monkeypatch.setattr(patched, "flash_attn_varlen_func", reads_whole_tiles)
     with torch.inference_mode():
         few, everything = (real_engine({"variant": variant, **s}, block_size) for s in (FEW, {"selector": "rki4", "rule": "budget", "budget": 1.0}))
         for e in (few, everything):
@@ -80,6 +90,8 @@ def test_vllms_own_layers_and_builders_with_pages_on_the_host(patched, variant, 
                             torch.testing.assert_close(actual, e.expected(request, layer, before[id(request)], count), atol=2e-5, rtol=2e-5)
             assert probe.untrue_copies(e.state) == dict.fromkeys(e.state.layers, 0)
         assert all(6 in layer.counts[:2] for layer in few.state.layers.values())
+    assert len(read) == 2 * 2 * 4
+    assert not any(read), "what memory held before may be read, and is no NaN"
 
 
 @pytest.mark.parametrize(("variant", "block_size"), CASES)
@@ -187,6 +199,16 @@ def test_vllm_allocates_and_binds_keys_and_directories(patched, variant, block_s
             layer.tier.directory.fill_(5)
         residency = caches[f"{layer.name}.kvskim_residency"]
         assert (residency.view(torch.int16).flatten()[::2] == 5).all(), "the directory is in vLLM's memory"
+
+
+def test_vllm_counts_the_most_that_a_step_takes_and_runs_attention_between_graphs():
+    """So memory that a layer takes and gives back in its attention is within what vLLM leaves to a step, and in no graph."""
+    from vllm.config import CompilationConfig
+
+    worker = Path(vllm.__file__).parent.joinpath("v1/worker/gpu_worker.py").read_text()
+    assert '"allocated_bytes.all.peak"' in worker
+    assert "profile_torch_peak - profile_result.before_profile.torch_peak" in worker
+    assert "vllm::unified_attention_with_output" in CompilationConfig._attention_ops
 
 
 def test_names_that_are_used():

@@ -46,7 +46,9 @@ def test_every_byte_is_said(caplog):
     text = [record.message for record in caplog.records if "page-locked" in record.message or "hot cache" in record.message]
     # bfloat16 in vLLM's configuration: values 2 x 64 x 32 x 2 bytes of 2 layers and 64 blocks.
     assert text[0].endswith(f"{64 * 2 * (8192 + 2 * 2 * 260) / 2**30:.2f} GiB of keys, records and directory; {2 * 50 * (4096 + 8) / 2**20:.1f} MiB of "
-                            f"hot cache, 50 slots a layer (19.5% of all pages and kv heads); {2 * 2048 * 128 * 4 / 2**20:.1f} MiB for prompts")
+                            "hot cache, 50 slots a layer (19.5% of all pages and kv heads)")
+    (step,) = [record.message for record in caplog.records if "for prompts" in record.message]
+    assert step.endswith(f"{2 * 2048 * 128 * 4 / 2**20:.1f} MiB for prompts while a layer attends to them, taken from memory for activations")
     assert text[1].endswith("0.00 GiB of values, page-locked")
     caplog.clear()
     engine(FEW, 50, "mem-kv", num_blocks=6400)

@@ -69,5 +69,5 @@ def exit_status(problems: list[str]) -> int:
 
 def print_memory_lines(log: Path) -> None:
     """What an engine with a host tier says of its memory."""
-    said = ("host memory", "page-locked", "hot cache")
+    said = ("host memory", "page-locked", "hot cache", "for prompts")
     print("\n".join(line for line in log.read_text(errors="replace").splitlines() if any(words in line for words in said)), flush=True)

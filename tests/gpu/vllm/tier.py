@@ -9,7 +9,7 @@ have the same memory for their cache: there the script prints how many blocks ea
 All engines score with the same kernels, or what they select would not be the same; the table says which. All have the same steps: other batches take other
 kernels of matrix products, which round differently. So scheduling is not asynchronous here, where it depends on the time that steps take; `soak.py`
 has it. FlashAttention shares out long contexts by what else is in a batch, too. Prompts whose contexts do not fit together into the room for them are
-other batches than those of ``fast``, so it runs with one split, which makes a row's sums its own.
+other batches than those of ``fast``, so it runs with one split, which makes a row's sums its own. That room holds NaN wherever a step has not written.
 
     python tests/gpu/vllm/tier.py --model /tmp/smollm2 --variant mem-kv
 """
@@ -53,8 +53,12 @@ def work(spec_file: str, result_file: str, trace_file: str) -> None:
 
     from kvskim.engines.vllm import probe
     from kvskim.engines.vllm.check import attention_backend
+    from kvskim.engines.vllm.tier import HostCache
     from kvskim.ops.score import fills_pieces, scorer
 
+    room = HostCache.room
+    # What other tensors have left there is most often finite: then nobody would see that it is read.
+    HostCache.room = lambda *arguments: room(*arguments).fill_(torch.nan)
     backend = attention_backend(spec["llm"]["model"], spec["settings"])
     from tier_trace import Trace
 

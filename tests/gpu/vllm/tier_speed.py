@@ -4,6 +4,9 @@ Engines are given as VARIANT:GIB:CASES: fast, mem-v, mem-kv, or dense (vLLM's FL
 together. All start at once, so their memory must fit side by side, and measure one after the other, while the others wait. A geometry runs without
 weights and with a filled cache. A folder with weights prefills a text.
 
+Ahead of that each engine computes a prompt of two full steps. "step" is what such a step takes of GPU memory at once beyond what stays, "room adds" what of
+it would not be taken without the room for prompts, which "sum" counts, and "held" what PyTorch's allocator holds for it, unused blocks included.
+
 Without weights the pages of a request look all alike to its queries, so every step selects the same ones and finds them hot. ``--missing`` takes a share of
 the hot cache away in each step, at random: then that share of the selected pages is missing in the next one, as on real text. On SmolLM2 it is 14%,
 6.6%, 3.4% and 2.0% with slots for 1.2, 2, 4 and 8 times a selection (`benchmarks/page_reuse.py`). What takes them away is a small kernel for each layer.
@@ -57,6 +60,9 @@ def work(spec_file: str, result_file: str) -> None:
 
         share = lose_for_next_step("cuda")
     backend = attention_backend(spec["llm"]["model"], spec["settings"])
+    from tier_memory import step_peaks
+    from vllm.model_executor.layers.attention import Attention
+
     from vllm import LLM
 
     text = []
@@ -80,6 +86,12 @@ def work(spec_file: str, result_file: str) -> None:
     cache = sum(tensor.nbytes for tensor in bound if isinstance(tensor, torch.Tensor))
     hot = sum(layer.tier.hot.nbytes for layer in layers if layer.tier is not None)
     host = sum(layer.tier.host.nbytes for layer in layers if layer.tier is not None)
+    room = 0 if state is None or state.host_cache is None else state.host_cache.room_bytes
+    config = llm.llm_engine.vllm_config
+    implementation = type(next(layer.impl for layer in config.compilation_config.static_forward_context.values() if isinstance(layer, Attention)))
+    length = min(2 * int(config.scheduler_config.max_num_batched_tokens), int(config.model_config.max_model_len) - 1)
+    bench._generate([prompts.take(length)], 1)  # kernels are compiled
+    peaks = step_peaks(implementation, lambda: bench._generate([prompts.take(length)], 1))
     rows: list[dict[str, Any]] = []
     Path(spec["ready"]).touch()
     while not Path(spec["go"]).exists():
@@ -116,10 +128,10 @@ def work(spec_file: str, result_file: str) -> None:
         activity = value["activity"]
         if activity:
             row["attended"] = activity["attended"] / max(1, activity["total"])
-    room = 0 if state is None or state.host_cache is None else state.host_cache.room_bytes
     kernels = "FLASH_ATTN" if state is None else state.kernels.kernels
     dense = int(spec["memory"] * GIB) // (16 * token) if token else blocks
-    result = dict(start=start, blocks=blocks, dense=dense, cache=cache, hot=hot, host=host, room=room, kernels=kernels, rows=rows)
+    result = dict(start=start, blocks=blocks, dense=dense, cache=cache, hot=hot, host=host, kernels=kernels, rows=rows)
+    result |= dict(added=peaks.added_by(room), step=peaks.peak, held=peaks.held)
     Path(result_file).write_text(json.dumps(result))
 
 
@@ -188,11 +200,11 @@ def main() -> int:
                 results[engine] = (variant, outcome)
             if variant in HOT:
                 print_memory_lines(log)
-    header = ["engine", "start s", "blocks", "of dense", "GPU GiB: cache", "hot", "prompts", "sum", "host GiB"]
+    header = ["engine", "start s", "blocks", "of dense", "GPU GiB: cache", "hot", "room adds", "sum", "step", "held", "host GiB"]
     print(table(header, [
         [
-            engine, f"{r['start']:.0f}", str(r["blocks"]), f"{r['blocks'] / r['dense']:.3f}x", *(f"{r[part] / GIB:.2f}" for part in ("cache", "hot", "room")),
-            f"{(r['cache'] + r['hot'] + r['room']) / GIB:.2f}", f"{r['host'] / GIB:.2f}",
+            engine, f"{r['start']:.0f}", str(r["blocks"]), f"{r['blocks'] / r['dense']:.3f}x", *(f"{r[part] / GIB:.2f}" for part in ("cache", "hot", "added")),
+            f"{(r['cache'] + r['hot'] + r['added']) / GIB:.2f}", *(f"{r[part] / GIB:.2f}" for part in ("step", "held", "host")),
         ]
         for engine, (_, r) in results.items()
     ]))

@@ -30,7 +30,7 @@ LAST = 4.0
 ROUNDS = 2
 """Of the prompts: in the second they hit the prefix cache."""
 COLUMNS = ("start", "blocks", "tokens", "hits", "seconds")
-SAID = ("host memory", "page-locked", "hot cache", "are made", "calibration", "Available KV cache memory", "Overriding")
+SAID = ("host memory", "page-locked", "hot cache", "for prompts", "are made", "calibration", "Available KV cache memory", "Overriding")
 
 
 def work(spec_file: str, result_file: str) -> None:

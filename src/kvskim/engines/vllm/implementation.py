@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from kvskim.engines.vllm.facts import decodes_alone, engine_facts, is_draft_model, layer_index
 from kvskim.engines.vllm.metadata import SkimMetadata
+from kvskim.engines.vllm.staging import StagedRows
 from kvskim.engines.vllm.state import LayerState, SkimState
 from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal, mixed_windows_refusal, tier_layer_refusal
 from kvskim.errors import UnsupportedError
@@ -124,6 +125,8 @@ class SkimImpl(FlashAttentionImpl):
         if attn_metadata is None:
             # vLLM measures its memory now: what decode needs must exist before it sizes the cache.
             self.skim_state.allocate(query.device, query.dtype)
+            if self.skim_state.host_cache is not None:
+                self.skim_state.host_cache.measure_room(sparse)
             return output.fill_(0)
         if not isinstance(attn_metadata, SkimMetadata):
             raise TypeError(f"layer {sparse.name} got metadata of type {type(attn_metadata).__name__}; kvskim needs its own")
@@ -139,15 +142,25 @@ class SkimImpl(FlashAttentionImpl):
             self.skim_state.decode(
                 sparse, query[:rows], kv_cache, attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], output[:rows], alone=rest is None
             )
-        if self.skim_state.host_cache is not None:
-            for staged in attn_metadata.staged:
-                at = staged.tokens
-                room = self.skim_state.host_cache.stage(sparse, kv_cache, staged)
-                super().do_kv_cache_update(layer, key[at], value[at], room, staged.slots)
-                super().forward(layer, query[at], key[at], value[at], room, staged.metadata, output[at])
-        elif rest is not None:
+        if attn_metadata.staged:
+            self._attend_staged(layer, query, key, value, kv_cache, attn_metadata.staged, output)
+        elif rest is not None and self.skim_state.host_cache is None:
             super().forward(layer, query[rows:], key[rows:], value[rows:], kv_cache, rest, output[rows:])
         return output
+
+    def _attend_staged(
+        self, layer: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, groups: tuple[StagedRows, ...], output: Tensor
+    ) -> None:
+        """FlashAttention on contexts that are copied together, in memory that is given back with the return. The groups use it one after the other."""
+        host_cache, sparse = self.skim_state.host_cache, self.skim_layer
+        assert host_cache is not None
+        assert sparse is not None
+        room = host_cache.room(sparse, sparse.views(kv_cache)[0].shape[1])
+        for staged in groups:
+            at = staged.tokens
+            host_cache.stage(sparse, kv_cache, staged, room)
+            super().do_kv_cache_update(layer, key[at], value[at], room, staged.slots)
+            super().forward(layer, query[at], key[at], value[at], room, staged.metadata, output[at])
 
     def do_kv_cache_update(self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write K and V, then the records of the pages that this completes."""

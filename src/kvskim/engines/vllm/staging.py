@@ -27,10 +27,11 @@ class StagedRows:
 
     Attributes:
         tokens: of the step; the slice is open at the end for the last rows, whose tensors may be longer than the step.
-        metadata: FlashAttention's, of these rows; the block table numbers the blocks of the staging cache.
+        metadata: FlashAttention's, of these rows; the block table numbers the blocks of the staging cache, for each row none but its own.
         block_table: int32 ``[R, columns]``, where the rows' blocks are.
         context_lens: int32 ``[R]``, tokens ahead of those of the step.
         starts: int32 ``[R + 1]``, first staged block of each row.
+        last_blocks: int64, last staged block of each row that has any: the only one with places behind the row's last token.
         slots: int64, where in the staging cache each token of the step belongs.
         blocks: staged blocks.
         has_context: whether a row has tokens ahead of those of the step.
@@ -41,6 +42,7 @@ class StagedRows:
     block_table: Tensor
     context_lens: Tensor
     starts: Tensor
+    last_blocks: Tensor
     slots: Tensor
     blocks: int
     has_context: bool
@@ -79,7 +81,7 @@ def plan_staging(
         if not any(counts[r] for r in rows):
             continue
         whole = len(groups) == 1
-        result.append(_stage(metadata, common, first_row, rows, counts, lengths, blocks, block_size, room, whole))
+        result.append(_stage(metadata, common, first_row, rows, counts, lengths, blocks, block_size, whole))
     if result:
         result[-1] = dataclasses.replace(result[-1], tokens=slice(result[-1].tokens.start, None))
     return tuple(result)
@@ -87,7 +89,7 @@ def plan_staging(
 
 def _stage(
     metadata: FlashAttentionMetadata, common: CommonAttentionMetadata, first_row: int, rows: list[int], counts: list[int], lengths: list[int],
-    blocks: list[int], block_size: int, room: int, whole: bool,
+    blocks: list[int], block_size: int, whole: bool,
 ) -> StagedRows:
     device = common.seq_lens.device
     at = slice(first_row + rows[0], first_row + rows[-1] + 1)
@@ -96,8 +98,7 @@ def _stage(
     starts = torch.cat([ends.new_zeros(1), ends])
     row_of_token = torch.repeat_interleave(torch.tensor([counts[r] for r in rows]))
     # One copy to the device.
-    packed = _to_device(torch.cat([starts, row_of_token]), device)
-    device_starts, device_rows = packed[: len(starts)], packed[len(starts) :]
+    device_starts, device_rows, last_blocks = _to_device([starts, row_of_token, (ends - 1)[own > 0]], device)
     query_starts = common.query_start_loc[at.start : at.stop + 1]
     query_starts = query_starts - query_starts[0]
     seq_lens = common.seq_lens[at]
@@ -105,9 +106,10 @@ def _stage(
     # Token i of row r has position context[r] + i - (first token of r).
     base = device_starts[:-1] * block_size + context - query_starts[:-1]
     slots = base[device_rows] + torch.arange(len(row_of_token), device=device)
-    # As wide as it was: FlashAttention may look at the shape to decide how it shares out its work.
+    # As wide as it was: FlashAttention may look at the shape to decide how it shares out its work. Behind a row's blocks comes its last one: others may
+    # not have been written.
     columns = torch.arange(common.block_table_tensor.shape[1], device=device)
-    table = (device_starts[:-1, None] + columns).clamp(max=room - 1).to(torch.int32)
+    table = torch.minimum(device_starts[:-1, None] + columns, (device_starts[1:, None] - 1).clamp(min=0)).to(torch.int32)
     first_token = int(common.query_start_loc_cpu[at.start])
     tokens = len(row_of_token)
     changes: dict[str, Any] = {"block_table": table}
@@ -122,14 +124,15 @@ def _stage(
         block_table=common.block_table_tensor[at],
         context_lens=context.to(torch.int32),
         starts=device_starts.to(torch.int32),
+        last_blocks=last_blocks,
         slots=slots,
         blocks=int(ends[-1]),
         has_context=any(lengths[r] > counts[r] for r in rows if counts[r]),
     )
 
 
-def _to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """A copy of host numbers that the host does not wait for."""
-    if device.type != "cuda":
-        return numbers.to(device)
-    return numbers.pin_memory().to(device, non_blocking=True)
+def _to_device(numbers: list[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Copies of host numbers that the host does not wait for."""
+    packed = torch.cat(numbers)
+    packed = packed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else packed.to(device)
+    return packed.split([len(part) for part in numbers])

@@ -3,8 +3,9 @@
 The cache spec of an attention layer leaves V out, so vLLM makes twice the blocks of the same memory; with ``mem-kv`` it leaves K out too, but for two
 bytes a token, because vLLM plans no blocks for a layer without a cache. What is left out has a place for every block in page-locked host memory,
 under vLLM's block ids, so prefix caching, preemption and the reuse of blocks need nothing of it. Two side layers stand beside each attention layer: its
-records, and its *residency*, the directory of which pages are hot. vLLM sizes and binds both with the blocks. The hot cache and the room for
-prompts are allocated in vLLM's profiling run, the host memory when the number of blocks is known. See docs/how-it-works.md, section "The host tier".
+records, and its *residency*, the directory of which pages are hot. vLLM sizes and binds both with the blocks. The hot cache is allocated in vLLM's
+profiling run, the host memory when the number of blocks is known. The room for prompts is memory of a step, taken while a layer attends to them. See
+docs/how-it-works.md, section "The host tier".
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class HostCache:
         self.layers: list[LayerState] = []
         self.scratch: dict[str, FetchScratch] = {}
         """Of each layer, whose copies may be under way while the next layers fetch."""
-        self._staging: Tensor | None = None
+        self._room_numbers = 0
+        """Size of `room`."""
         self._hot: dict[str, HotCache] = {}
         self._memory: dict[str, HostMemory] = {}
         self._kernels = ""
@@ -124,7 +126,7 @@ class HostCache:
         return int(self.vllm_config.model_config.dtype.itemsize)
 
     def allocate(self, kernels: str, rows: int, page_capacity: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate the hot cache and the room for prompts, after a look at whether the host can hold all blocks.
+        """Allocate the hot cache, after a look at whether the host can hold all blocks.
 
         Where the GPU has room for more blocks than the host, as it has with keys on the host too, vLLM is told to make fewer.
 
@@ -157,9 +159,7 @@ class HostCache:
         slots = max(1, slots)
         self._hot = {layer.name: make_hot_cache(slots, self._parts, layer.head_size, dtype, device) for layer in self.layers}
         self.scratch = {layer.name: fetch_scratch(rows * heads, slots, device) for layer in self.layers}
-        # Zeros: what was never written is read beside the last tokens of a request, with no weight, and may not be a NaN.
-        largest = max(layer.num_kv_heads * layer.head_size for layer in self.layers)
-        self._staging = torch.zeros(2 * page_capacity * PAGE_TOKENS * largest, dtype=dtype, device=device)
+        self._room_numbers = 2 * page_capacity * PAGE_TOKENS * max(layer.num_kv_heads * layer.head_size for layer in self.layers)
 
     def _judge(self, memory: int, hot: int) -> int:
         """The number of blocks that vLLM will make at most, lowered to what the host can hold, or refused where that can't be.
@@ -247,7 +247,8 @@ class HostCache:
         return [
             f"{self._what} in host memory, {blocks} blocks of {size} tokens",
             f"  GPU   {on_gpu / GIB:.2f} GiB of {kept}; {hot / _MIB:.1f} MiB of hot cache, {tier.slots} slots a layer ({share:.1%} of all "
-            f"pages and kv heads); {self.room_bytes / _MIB:.1f} MiB for prompts",
+            f"pages and kv heads)",
+            f"  step  {self.room_bytes / _MIB:.1f} MiB for prompts while a layer attends to them, taken from memory for activations",
             f"  host  {on_host / GIB:.2f} GiB of {self._what}, page-locked",
         ]
 
@@ -263,31 +264,50 @@ class HostCache:
         store(layer.tier, value, slot_mapping, keys=key if self.with_keys else None, kernels=self._kernels)
 
     def room(self, layer: LayerState, block_size: int) -> Tensor:
-        """The staging cache as ``[blocks, 2, block_size, H, D]``; layers use it one after the other."""
-        assert self._staging is not None
-        shape = (2, block_size, layer.num_kv_heads, layer.head_size)
-        count = self._staging.numel() // (2 * block_size * layer.num_kv_heads * layer.head_size)
-        return self._staging[: count * 2 * block_size * layer.num_kv_heads * layer.head_size].view(count, *shape)
+        """Memory for the keys and values of the longest request in one layer, ``[blocks, 2, block_size, H, D]``; it holds anything, NaN too.
+
+        Taken for the attention of one layer, on the stream that attends and on no other. What else a step needs most memory for is not alive then, so that
+        the room adds to the peak of a step only as far as it is larger. The size is always the same: requests of many lengths do not leave the allocator
+        blocks of many sizes, the one that it found once it can find again, and memory that does not suffice shows with the first prompt.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory, as for everything else that a step needs.
+        """
+        hot = self._hot[layer.name].hot
+        count = self._blocks(layer, block_size)
+        shape = (count, 2, block_size, layer.num_kv_heads, layer.head_size)
+        return torch.empty(self._room_numbers, dtype=hot.dtype, device=hot.device)[: prod(shape)].view(shape)
+
+    def measure_room(self, layer: LayerState) -> None:
+        """Take the room and give it back where steps with prompts do, for vLLM to see in its profiling run, which is before caches are bound."""
+        if layer.tier is None:
+            self.room(layer, int(self.vllm_config.cache_config.block_size))
 
     @property
     def room_bytes(self) -> int:
-        """GPU memory of the staging cache."""
-        return 0 if self._staging is None else self._staging.nbytes
+        """GPU memory of `room`."""
+        return self._room_numbers * next(iter(self._hot.values())).hot.itemsize
 
     def room_blocks(self, block_size: int) -> int:
         """Blocks that `room` has for every layer."""
-        return min(self.room(layer, block_size).shape[0] for layer in self.layers)
+        return min(self._blocks(layer, block_size) for layer in self.layers)
 
-    def stage(self, layer: LayerState, kv_cache: Tensor, rows: StagedRows) -> Tensor:
-        """Copy the contexts of prompt rows together; returns the staging cache."""
+    def _blocks(self, layer: LayerState, block_size: int) -> int:
+        return self._room_numbers // (2 * block_size * layer.num_kv_heads * layer.head_size)
+
+    def stage(self, layer: LayerState, kv_cache: Tensor, rows: StagedRows, room: Tensor) -> None:
+        """Copy the contexts of prompt rows together in the room.
+
+        What is left of their blocks is for the tokens of the step, and behind these zero, or what the page of a context has there.
+        """
         key_cache, tier = layer.views(kv_cache)
         assert tier is layer.tier
         assert layer.tier is not None
-        room = self.room(layer, key_cache.shape[1])
+        # Attention may read behind the last token, with no weight: a NaN that another tensor has left there would be its result.
+        room.index_fill_(0, rows.last_blocks, 0)
         if rows.has_context:
             keys = None if self.with_keys else key_cache
             stage(layer.tier, keys, rows.block_table, rows.context_lens, rows.starts, room, blocks=rows.blocks, kernels=self._kernels)
-        return room
 
 
 @functools.cache
