@@ -113,7 +113,7 @@ def score(
     common: dict[str, Any] = dict(scale=scale, softcap=softcap, sink_pages=sink_pages, window_pages=window_pages, k_scale=k_scale)
     outputs: dict[str, Any] = dict(scores=scores, base=base, forced=forced, partials=partials)
     if isinstance(query, LatentQuery) and not reads_parts(query, tables, kernels):
-        query = joined(query, kernels)
+        query, queries_settled = joined(query, kernels), False  # joined by a kernel that is the preceding one now
     if kernels == "torch":
         assert isinstance(query, Tensor)
         score_torch(selector, tables, query, key_cache, records, block_table, seq_lens, **common, **outputs)

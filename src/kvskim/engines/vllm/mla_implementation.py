@@ -6,7 +6,9 @@ the result out of it. So there is one kv head, every query head of the rank is i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +54,7 @@ class SkimMlaImpl(FlashAttnMLAImpl):
         self.skim_state = SkimState.of(self._vllm_config)
         self.skim_layer: LayerState | None = None
         self.dense_because: str | None = None
+        self._held: Callable[..., None] | None = None
         if is_draft_model(self._vllm_config):
             self.dense_because = "draft model"
             return
@@ -90,10 +93,30 @@ class SkimMlaImpl(FlashAttnMLAImpl):
     def do_kv_cache_update(
         self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, k_scale: Tensor
     ) -> None:
-        """Write the latent rows, then the records of the pages that this completes."""
-        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
-        if self.skim_layer is not None and kv_cache.numel() > 0:
-            self.skim_state.keys_written(self.skim_layer, slot_mapping.flatten(), alone=decodes_alone(self.skim_layer.name))
+        """Write the latent rows, then the records of the pages that this completes; in a step of decode rows alone when attention has its queries."""
+        if self._held is not None:
+            raise RuntimeError(f"rows of {self._name()} were held back for the attention of a decode step, which did not follow")
+        write = partial(self._write, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+        alone = self.skim_layer is not None and kv_cache.numel() > 0 and decodes_alone(self.skim_layer.name)
+        if alone:
+            # Between vLLM's call of this and attention its products take the queries into the latent space. Behind them the write costs the step
+            # nothing: the kernels that follow begin while it runs, and have their queries.
+            self._held = write
+        else:
+            write(alone=False)
+
+    def _write(
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, k_scale: Tensor, *, alone: bool
+    ) -> None:
+        sparse = self.skim_layer
+        rows = kv_c_normed[:, None], k_pe.flatten(1)[:, None]
+        if not (alone and sparse is not None and self.skim_state.write_latent(sparse, *rows, kv_cache, slot_mapping.flatten())):
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+        if sparse is not None and kv_cache.numel() > 0:
+            self.skim_state.keys_written(sparse, slot_mapping.flatten(), alone=alone)
+
+    def _name(self) -> str:
+        return "a dense layer" if self.skim_layer is None else self.skim_layer.name
 
     def forward_mha(
         self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, k_scale: Tensor, output: Tensor,
@@ -138,6 +161,9 @@ class SkimMlaImpl(FlashAttnMLAImpl):
         if sparse is None or decode.max_query_len > 1:
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         query = LatentQuery(*q) if isinstance(q, tuple) else q.contiguous()
+        held, self._held = self._held, None
+        if held is not None:
+            held(alone=True)
         rows = query.shape[0]
         out = torch.empty(rows, self.num_heads, self.kv_lora_rank, dtype=query.dtype, device=query.device)
         self.skim_state.decode(

@@ -301,6 +301,8 @@ class SkimState:
     def write(self, layer: LayerState, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, overlap: bool) -> bool:
         """Write K and V of a step of decode rows alone, wherever they are, with the kernel that lets the decode kernels behind it begin early.
 
+        Queries must have been complete, or what completes them be on the stream, before.
+
         Args:
             key, value: ``[T', H, D]`` with T' >= T.
             kv_cache: the layer's cache as vLLM gives it.
@@ -310,12 +312,24 @@ class SkimState:
         Returns:
             False: nothing was written, others must; other kernels than the CUDA ones, float8, or rows that are not aligned.
         """
+        return self._write(layer, key, value, layer.views(kv_cache), slot_mapping, overlap)
+
+    def write_latent(self, layer: LayerState, latent: Tensor, rotary: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> bool:
+        """As `write`, the two parts of latent rows: ``[T', 1, L]`` and ``[T', 1, E]``."""
+        overlap = self.writes(layer)
+        rows, latents = layer.views(kv_cache)
+        assert isinstance(latents, Tensor)
+        return self._write(layer, latent, rotary, (latents, rows[..., latents.shape[-1] :]), slot_mapping, overlap)
+
+    def _write(
+        self, layer: LayerState, first: Tensor, second: Tensor, caches: tuple[Tensor, Tensor | HostTier], slot_mapping: Tensor, overlap: bool
+    ) -> bool:
         if self.kernels.kernels != "cuda":
             return False
-        written = write_cache(key, value, *layer.views(kv_cache), slot_mapping, kernels="cuda", overlap=overlap)
+        written = write_cache(first, second, *caches, slot_mapping, kernels="cuda", overlap=overlap)
         if not written and not self._said_others_write:
             self._said_others_write = True
-            reason = f"{key.dtype} in a cache of {kv_cache.dtype}, or rows not aligned"
+            reason = f"{first.dtype} in a cache of {caches[0].dtype}, or rows not aligned"
             self.log(f"the keys of decode steps are written by a kernel that lets no other begin early: {reason}")
         layer.wrote = written
         return written
@@ -377,8 +391,7 @@ class SkimState:
                 self._settings_for(layer, rows.stop - rows.start, key_cache, alone), query[rows], key_cache, values, records, block_table[rows],
                 seq_lens[rows], ready=self.ready, workspace=workspace, buffers=buffers, out=out[rows], fetching=None if aside else fetching,
                 selected=partial(self.encode_order.selected, decide),
-                # vLLM has the keys written when the queries are complete; of parts of a query that are still multiplied it does not say so.
-                queries_settled=layer.wrote and alone and isinstance(query, Tensor),
+                queries_settled=layer.wrote and alone,  # see `write`
             )
             layer.wrote = False
         if aside:
