@@ -18,7 +18,7 @@ KNOWN = list(json.loads(RESOURCES.read_text(encoding="utf-8"))["kernels"])
 
 
 @pytest.mark.parametrize("name", [
-    "void kvskim::(anonymous namespace)::score_sketch_kernel<8, 1, false, 4, false, true>(kvskim::(anonymous namespace)::ScoreArguments)",
+    "void kvskim::(anonymous namespace)::score_sketch_kernel<8, 4, true>(kvskim::(anonymous namespace)::ScoreArguments)",
     "void kvskim::(anonymous namespace)::prepare_sketch_kernel<false, 1, false>(kvskim::PrepareArguments)",
     "void kvskim::attend_kernel<128, 1, 0, true, false>(kvskim::AttendParameters)",
     "void kvskim::selection::select_kernel<8, true, false, 1>(kvskim::selection::Parameters)",

@@ -138,7 +138,7 @@ def test_any_group(group: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("count", [*range(1, 24), 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300])
 def test_any_count(count: int) -> None:
-    """Every number of pages around the depth of the ring, and around the 32 of each copying warp that are looked up together."""
+    """Every number of pages around the depth of the ring, and around the 32 that are looked up together."""
     case = make_case([5000, 4999, 4801], [count, max(1, count - 1), count], group=16, dtype=torch.bfloat16, block_size=48, seed=count)
     check(*run(case, 1, 1, 16), case)
     check(*run(case, 2, 1, 16), case)
@@ -148,6 +148,22 @@ def test_every_page_of_long_requests() -> None:
     case = make_case([20000, 9000], [1250, 563], group=16, dtype=torch.bfloat16)
     for cluster, clusters in ((1, 1), (3, 2), (16, 4)):
         check(*run(case, cluster, clusters, 16), case)
+
+
+@pytest.mark.parametrize("tokens", [16384, 16385, 20000])
+def test_block_tables_behind_select(tokens: int) -> None:
+    """Tables of as many entries as are fetched ahead of the pages (1,024) and of more, with pages for every thread block and for a few."""
+    case = make_case([tokens, 40, tokens - 900], [150, 3, 7], group=16, dtype=torch.bfloat16, block_size=16, seed=tokens)
+    for cluster, clusters in ((1, 1), (6, 1), (3, 2), (16, 1)):
+        check(*run(case, cluster, clusters, 4, settled=True), case)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 11, 12, 13])
+def test_thread_blocks_without_pages(count: int) -> None:
+    """Clusters some of whose thread blocks have nothing to send but zeros, with every layout of what is sent."""
+    case = make_case([3000, 2999], [count, max(1, count - 1)], group=16, dtype=torch.float16, seed=count)
+    for cluster in range(2, 17):
+        check(*run(case, cluster, 1, 16), case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])

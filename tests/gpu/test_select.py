@@ -117,6 +117,25 @@ def test_every_length_up_to_capacity(rule: RuleParameters, kernels: str) -> None
         assert case.counts[0].tolist() == [0, 0, 0]
 
 
+@on_hopper
+@pytest.mark.parametrize("capacity", [2100, 4200, 12000])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.combine == "softmax"], ids=lambda r: f"{r.rule}-{RULES.index(r)}")
+def test_settled_lengths_change_no_bit(rule: RuleParameters, capacity: int) -> None:
+    """Blocks of one row share it by the length, read ahead or not: lengths about the fewest pages of a block, of columns of all widths."""
+    pages = [2, 511, 513, 1023, 1024, 1025, 1500, 2047, 2049, capacity]
+    for group in (3, 8, 16, 40):
+        results = []
+        for settled in (False, True):
+            case = make_case(
+                group, requests=len(pages), heads=1, seq_lens=[16 * (n + 2) for n in pages[:-1]] + [16 * (capacity + 1) - 3], group=group, capacity=capacity,
+                chunks=70, flavour=FLAVOURS[group % len(FLAVOURS)], device="cuda",
+            )
+            run(case, rule, "cuda", settled)
+            check(case, rule)
+            results.append([t.clone() for t in (case.pages, case.counts, case.covered.view(torch.int32), case.keys.view(torch.int32))])
+        assert all(map(torch.equal, *results))
+
+
 def random_rule(generator: random.Random) -> RuleParameters:
     limits: dict[str, Any] = {"min_pages": generator.choice([0, 1, 8, 40])}
     kind = generator.choice(["threshold", "budget", "fraction", "coverage"])

@@ -25,7 +25,7 @@ cudaError_t launch_latent(LatentParameters a, bool crowded, int flags, cudaStrea
     if (rows <= resident || a.cluster == 1) break;
   }
   a.share = latent_share(a.cluster);
-  a.share_inverse = ceil_div(1 << 16, a.share);
+  a.share_inverse = ceil_div(1 << 16, a.share), a.place_inverse = ceil_div(1 << 20, a.share);
   if (!crowded) a.clusters = max(1, min(a.clusters, resident / rows));
   const dim3 grid(a.heads * a.blocks, a.requests, a.cluster * a.clusters);
   if (rows <= resident) return launch_cluster(alone, grid, kLongThreads, kAlone, a.cluster, stream, flags, a);

@@ -3,7 +3,7 @@
 //
 // Products have the query heads as the 16 rows of the tensor core product: S[16, tokens] = q K^T, then O[16, 512] += P V. The warps of a CTA have
 // three roles and meet at signals of their own for each page of a ring, so that the loads, the two products and the softmax of different pages overlap:
-//   copies   four warps, two where a CTA shares its multiprocessor, copy the rows of a page each in turn, 16 bytes a lane, into the ring of RING pages.
+//   copies   one warp asks the copy engine for the rows of page after page, into the ring of RING pages.
 //   logits   four warps take a page each in turn: all 36 steps of 16 channels, so nothing is left to be added up among warps. A warp keeps a running
 //            maximum m of its own pages for each head, rounded up to a whole number, and leaves the weights exp2(x - m), as operands of the second
 //            product, with m. Bringing the weights of several warps to one maximum is then exact.
@@ -15,7 +15,7 @@
 // up to four) by bulk copies between shared memories: nobody fences, and each waits for the bytes that it is to get; its own part stays where it is. Where
 // the pages are many, several clusters share them, and put their parts together through global memory.
 //
-// Every place of the ring belongs to one warp of each of the first two roles (RING is a multiple of their numbers): a signal tells a phase only from the one
+// Every place of the ring belongs to one warp of logits (RING is a multiple of their number): a signal tells a phase only from the one
 // ahead of it, so who waits for a phase must have seen the one before.
 //
 // Shared memory: a row is stored with 16 bytes of padding, so the 8 rows of an ldmatrix phase lie in 8 different bank groups. RING = 4: 94 KiB, two CTAs
@@ -28,9 +28,11 @@ namespace kvskim {
 template <int RING>
 struct LatentShape {
   static constexpr bool kAlone = RING > 4;  // on a multiprocessor
-  static constexpr int kCopyWarps = kAlone ? 4 : 2, kThreads = 32 * (kLogitWarps + kValueWarps + kCopyWarps);
-  // Steps of 16 channels of which a logit warp keeps the query in registers: with 12 warps on a multiprocessor there are 168, with 20 of them 96.
-  static constexpr int kSteps = kLatentRowBytes / 32, kResident = kAlone ? 24 : 0;
+  // One warp copies. On a multiprocessor of its own a CTA has three more, which fetch the block table and help to put sums together.
+  static constexpr int kThreads = 32 * (kLogitWarps + kValueWarps + (kAlone ? 4 : 1));
+  // Steps of 16 channels of which a logit warp keeps the query in registers, two of three: with 12 warps on a multiprocessor there are 168, with 18 of
+  // them 112.
+  static constexpr int kSteps = kLatentRowBytes / 32, kResident = kAlone ? kSteps / 3 * 2 : 0;
   static constexpr int kRowStride = kLatentRowBytes + 16, kPage = kPageTokens * kRowStride;
   static constexpr int kQuery = RING * kPage;                            // [head] as the rows of a page
   static constexpr int kWeights = kQuery + kLatentHeads * kRowStride;    // [place in the ring][lane] of a left operand of four registers
@@ -38,12 +40,13 @@ struct LatentShape {
   static constexpr int kEnds = kScales + RING * kLatentHeads * 4;        // [logit warp][head]: its scale and sum of weights at the end
   static constexpr int kValid = kEnds + kLogitWarps * kLatentHeads * 8;  // [place]: tokens of the page
   static constexpr int kSignals = kValid + ceil_div(RING, 4) * 16;       // [place] loaded, [place] weighed, [place] free, sent
-  static constexpr int kSent = ceil_div(kSignals + (3 * RING + 1) * 8, 16) * 16;  // [CTA of the cluster][head] of latent_pitch() times four floats
-  static constexpr int kSentPairs = kSent + largest_latent_parts();               // [CTA of the cluster][head]
-  static constexpr int kBytes = kAlone ? kSentPairs + kLatentCluster * kLatentPairBytes : kSent;
-  // At the end the ring holds what is sent to each CTA, as it arrives there; the place of the query (maximum, sum) of each head, and a flag.
-  static constexpr int kPairs = kQuery, kLast = kPairs + kLatentPairBytes;
-  static_assert(RING % kLogitWarps == 0 && RING % kCopyWarps == 0);
+  static constexpr int kSent = ceil_div(kSignals + (3 * RING + 1) * 8, 16) * 16;  // [CTA of the cluster] of what it sends
+  // Block table of a request, where it is known ahead of the pages and no longer than this.
+  static constexpr int kTable = kSent + (kAlone ? largest_latent_parts() : 0), kTableEntries = kAlone ? 1024 : 0;
+  static constexpr int kBytes = kTable + 4 * kTableEntries;
+  // At the end the ring holds what is sent to each CTA, as it arrives there; the place of the query a flag.
+  static constexpr int kLast = kQuery;
+  static_assert(RING % kLogitWarps == 0);
   static_assert(largest_latent_parts() <= RING * kPage && kWeights % 16 == 0 && kSignals % 8 == 0);
 };
 
@@ -52,7 +55,7 @@ struct LatentPage {
   int block, where;
 };
 
-// The warps that multiply meet at barriers: 1 when the query has come, 2 when all pages are used; those of values at 3 when sums can be sent. Barrier 0 is
+// The warps that multiply meet at barriers: 1 when the query has come, 2 when all pages are used; the others at 3 when the block table has. Barrier 0 is
 // __syncthreads().
 constexpr int kMultiplying = 32 * (kLogitWarps + kValueWarps);
 
@@ -89,7 +92,8 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);  // so that the compiler knows it to be the same in all lanes
   const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
   const bool of_logits = warp < kLogitWarps, of_values = !of_logits && warp < kLogitWarps + kValueWarps;
-  const int copy_warp = warp - kLogitWarps - kValueWarps, value_warp = warp - kLogitWarps, value_thread = threadIdx.x - 32 * kLogitWarps;
+  const bool of_copies = warp == kLogitWarps + kValueWarps;
+  const int value_warp = warp - kLogitWarps;
   const int head = blockIdx.x / a.blocks, block = blockIdx.x - head * a.blocks, request = blockIdx.y, split = blockIdx.z;
   const int cluster = Shape::kAlone ? a.cluster : 1, pair = request * a.heads + head;
   const int number = a.clusters == 1 ? 0 : split / cluster, rank = split - number * cluster;
@@ -100,13 +104,13 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < RING; ++i) {
-      prepare_signal(loaded + 8 * i, 32 + 1);  // the copies of each lane, and the number of tokens
+      prepare_signal(loaded + 8 * i, 1);  // and the bytes
       prepare_signal(weighed + 8 * i, 1);
       prepare_signal(vacant + 8 * i, kValueWarps);
     }
-    prepare_signal(sent, 1 + kValueWarps);
+    prepare_signal(sent, 1);
     publish_signals();
-    if (cluster > 1) arrive_expecting(sent, (cluster - 1) * (a.part_bytes() + kLatentPairBytes));
+    if (cluster > 1) arrive_expecting(sent, (cluster - 1) * a.part_bytes());
   }
   __syncthreads();
   if (cluster > 1) cluster_meet();  // nobody sends before all have their signals
@@ -115,17 +119,26 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
   if (!a.settled) wait_previous_kernel();  // all loads from here on are plain ones: the compiler may move __ldg ahead of the wait
   if (of_values) copy_latent_query<RING>(a, ring + Shape::kQuery, request, first_head, members, value_warp, lane);
   const int tokens = max(a.seq_lens[request], 0), total = ceil_div(tokens, kPageTokens);
+  const auto entry_of = [&](int page) { return static_cast<int>(static_cast<uint64_t>(page) * a.block_multiplier >> a.block_shift); };
+  // Behind select the block table comes while the pages are being selected: looking them up would else be a trip to memory more.
+  const int* const blocks = a.block_table + request * a.block_table_stride;
+  const int entries = total > 0 ? entry_of(total - 1) + 1 : 0;
+  const bool table_here = Shape::kAlone && a.settled && entries <= Shape::kTableEntries;
+  if (table_here && !of_logits && !of_values) {
+    for (int i = threadIdx.x - kMultiplying; i < entries; i += Shape::kThreads - kMultiplying) copy4_or_zero(ring + Shape::kTable + 4 * i, blocks + i, true);
+    commit_copies();
+  }
   bool known = false;
   if (a.settled) {
     known = total <= a.full_pages;
     if (!known) wait_previous_kernel();
   }
 
-  // This CTA has the entries split, split + step, ... of the list. The first 32 of each copying warp are fetched together with the count, on the guess
-  // that one cluster has them all.
+  // This CTA has the entries split, split + step, ... of the list. The first 32 are fetched together with the count, on the guess that one cluster has
+  // them all.
   const int* table = a.pages + static_cast<int64_t>(pair) * a.table_capacity;
-  const int guess = split + cluster * (Shape::kCopyWarps * lane + copy_warp);
-  const int guessed_page = copy_warp >= 0 && !known && guess < a.table_capacity ? table[guess] : 0;
+  const int guess = split + cluster * lane;
+  const int guessed_page = of_copies && !known && guess < a.table_capacity ? table[guess] : 0;
   int count = known ? total : min(max(a.counts[pair], 0), total);
   const bool identity = count == total;
   if (!identity) count = min(count, a.table_capacity);
@@ -134,69 +147,79 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
   if (split >= step || count == 0) {
     if (split == 0)
       for (int i = threadIdx.x; i < members * kLatentFours; i += Shape::kThreads)
-        write_latent<HALF>(a, request, first_head + i / kLatentFours, i % kLatentFours * 4, make_float4(0.f, 0.f, 0.f, 0.f), 0.f, 0.f);
+        write_latent<HALF>(a, a.out + request * a.out_request_stride + (first_head + i / kLatentFours) * a.out_head_stride + i % kLatentFours * 4,
+                           request, first_head + i / kLatentFours, i % kLatentFours * 4, make_float4(0.f, 0.f, 0.f, 0.f), 0.f, 0.f);
     wait_copies<0>();
     if (known) wait_previous_kernel();
     return;
   }
 
-  if (copy_warp >= 0) {
+  if (of_copies) {
     // ---- copies ----
     const auto locate = [&](int first, bool guessed) {
-      const int index = first + step * Shape::kCopyWarps * lane;
+      const int index = first + step * lane;
       const int page = index >= count ? -1 : identity ? index : guessed ? guessed_page : table[index];
       LatentPage at{0, 0};
       if (page >= 0 && page < total) {
-        const int entry = static_cast<int>(static_cast<uint64_t>(page) * a.block_multiplier >> a.block_shift);
-        at.block = a.block_table[request * a.block_table_stride + entry];
+        const int entry = entry_of(page);
+        at.block = table_here ? reinterpret_cast<const int*>(shared + Shape::kTable)[entry] : blocks[entry];
         at.where = (page - entry * a.pages_per_block) * (kPageTokens * 32) + min(kPageTokens, tokens - page * kPageTokens);
       }
       return at;
     };
-    const uint8_t* const rows = a.cache + head * a.head_bytes + lane * 16;
-    // Rotary channels: eight lanes a row, four rows at a time.
-    const int64_t rotary_rows = lane / 8 * a.token_bytes + 2 * kLatentChannels + (lane % 8 - lane) * 16;
-    const uint32_t row_to = ring + lane * 16, rotary_to = ring + lane / 8 * Shape::kRowStride + 2 * kLatentChannels + lane % 8 * 16;
-    const auto copy_page = [&](uint32_t to, LatentPage at) {
-      const int valid = at.where & 31;
-      const uint8_t* from = rows + at.block * a.block_bytes + (at.where >> 5) * a.token_bytes;
-      if (valid == kPageTokens) {
-#pragma unroll
-        for (int i = 0; i < kPageTokens; ++i) {
-          if (i % 4 == 0) copy16(rotary_to + to + i * Shape::kRowStride, from + rotary_rows);
-          copy16_at<0>(row_to + to + i * Shape::kRowStride, from);
-          copy16_at<512>(row_to + to + i * Shape::kRowStride, from);
-          from += a.token_bytes;
-        }
-      } else {  // rows beyond the request hold anything, also NaN: they become zeros and are masked below
-#pragma unroll 1
-        for (int i = 0; i < kPageTokens; ++i) {
-          if (i % 4 == 0) copy16_or_zero(rotary_to + to + i * Shape::kRowStride, from + rotary_rows, i + lane / 8 < valid);
-          copy16_or_zero(row_to + to + i * Shape::kRowStride, from, i < valid);
-          copy16_or_zero(row_to + to + i * Shape::kRowStride + 512, from + 512, i < valid);
-          from += a.token_bytes;
-        }
-      }
-    };
-    int index = split + step * copy_warp, place = copy_warp, turn = 0;
+    const uint8_t* const rows = a.cache + head * a.head_bytes;
+    int place = 0, turn = 0;
     uint32_t parity = 1;  // of the last use of a place
     bool used = false;    // whether there was one
-    LatentPage current = locate(index, live == 1);
-#pragma unroll 1
-    for (; index < count; index += step * Shape::kCopyWarps) {
-      if (turn == 32) current = locate(index, false), turn = 0;  // 32 at a time, one a lane
-      const LatentPage at{__shfl_sync(kAllLanes, current.block, turn), __shfl_sync(kAllLanes, current.where, turn)};
-      if (used) wait_for(vacant + 8 * place, parity);
-      copy_page(place * Shape::kPage, at);
-      arrive_after_copies(loaded + 8 * place);
-      if (lane == 0) {
-        reinterpret_cast<int*>(shared + Shape::kValid)[place] = at.where & 31;
-        arrive_at(loaded + 8 * place);
-      }
-      ++turn;
-      place += Shape::kCopyWarps;
-      if (place >= RING) place -= RING, parity ^= 1, used = true;
+    if (table_here) {
+      wait_copies<0>();
+      barrier_of<3, Shape::kThreads - kMultiplying>();
     }
+    LatentPage current = locate(split, live == 1);
+#pragma unroll 1
+    for (int index = split; index < count; index += step) {
+      if (turn == 32) current = locate(index, false), turn = 0;  // 32 at a time, one a lane: the ring lasts meanwhile
+      const int at_block = __shfl_sync(kAllLanes, current.block, turn), where = __shfl_sync(kAllLanes, current.where, turn), valid = where & 31;
+      const uint8_t* from = rows + at_block * a.block_bytes + (where >> 5) * a.token_bytes;
+      const uint32_t to = ring + place * Shape::kPage, signal = loaded + 8 * place;
+      if (used) wait_for(vacant + 8 * place, parity);
+      if (valid < kPageTokens) {
+        // Rows beyond the request hold anything, also NaN: they become zeros, and are masked below.
+#pragma unroll 1
+        for (int i = valid; i < kPageTokens; ++i)
+          for (int c = lane * 16; c < kLatentRowBytes; c += 512)
+            *reinterpret_cast<uint4*>(shared + place * Shape::kPage + i * Shape::kRowStride + c) = make_uint4(0, 0, 0, 0);
+        make_stores_sendable();  // ahead of the copies that follow to this place
+        __syncwarp();
+      }
+      if (elected()) {
+        reinterpret_cast<int*>(shared + Shape::kValid)[place] = valid;
+        arrive_expecting(signal, valid * kLatentRowBytes);
+        if (valid == kPageTokens) {
+#pragma unroll
+          for (int i = 0; i < kPageTokens; ++i) {
+            load_bulk<kLatentRowBytes>(to + i * Shape::kRowStride, from, signal);
+            from += a.token_bytes;
+          }
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < valid; ++i) {
+            load_bulk<kLatentRowBytes>(to + i * Shape::kRowStride, from, signal);
+            from += a.token_bytes;
+          }
+        }
+      }
+      __syncwarp();
+      ++turn;
+      if (++place == RING) place = 0, parity ^= 1, used = true;
+    }
+    if (cluster > 1) cluster_wait();
+  } else if (!of_logits && !of_values) {
+    if (table_here) {
+      wait_copies<0>();
+      arrive_at_barrier_of<3, Shape::kThreads - kMultiplying>();
+    }
+    if (cluster > 1) cluster_wait();
   } else if (of_logits) {
     // ---- logits ----
     const uint32_t key_matrix = ring + (lane % 8 + lane / 16 * 8) * Shape::kRowStride + lane / 8 % 2 * 16;
@@ -204,7 +227,9 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
     uint32_t query[Shape::kResident + 1][4];
     barrier_of<1, kMultiplying>();
 #pragma unroll
-    for (int k = 0; k < Shape::kResident; ++k) load_matrices(query[k], query_matrix + k * 32);
+    for (int k = 0; k < Shape::kResident; ++k) load_matrices(query[k], query_matrix + (k + k / 2 + 1) * 32);
+    if (Shape::kAlone) load_matrices(query[Shape::kResident], query_matrix);
+    if (cluster > 1) cluster_wait();  // long over: here nobody waits for it
     float scale[2] = {kLatentLowest, kLatentLowest}, sum[2] = {0.f, 0.f};  // of heads `row` and `row` + 8; the sum of this lane's tokens
     int place = warp;
     uint32_t parity = 0;
@@ -214,14 +239,24 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
       float logits[2][kChains][4] = {};               // of 8 tokens each
       const uint32_t keys = key_matrix + place * Shape::kPage;
       wait_for(loaded + 8 * place, parity);
+      // Three steps at a time, whose keys are loaded during the three before, as is the query of the first where the others' is in registers. The compiler
+      // would take one chain after the other: it is kept from moving loads from one three to another.
+      uint32_t m[2][3][4];
+#pragma unroll
+      for (int i = 0; i < 3; ++i) load_matrices(m[0][i], keys + i * 32);
 #pragma unroll
       for (int k = 0; k < Shape::kSteps; ++k) {
-        uint32_t m[4];
-        load_matrices(m, keys + k * 32);
-        uint32_t(&q)[4] = query[k < Shape::kResident ? k : Shape::kResident];
-        if (k >= Shape::kResident) load_matrices(q, query_matrix + k * 32);
-        mma_16816<HALF>(logits[0][k % kChains], q[0], q[1], q[2], q[3], m[0], m[1]);
-        mma_16816<HALF>(logits[1][k % kChains], q[0], q[1], q[2], q[3], m[2], m[3]);
+        if (k % 3 == 0) {
+#pragma unroll
+          for (int i = k + 3; i < min(k + 6, Shape::kSteps); ++i) load_matrices(m[i / 3 % 2][i % 3], keys + i * 32);
+          __syncwarp();
+        }
+        const uint32_t(&b)[4] = m[k / 3 % 2][k % 3];
+        uint32_t(&q)[4] = query[Shape::kAlone && k % 3 != 0 ? k - k / 3 - 1 : Shape::kResident];
+        if (!Shape::kAlone) load_matrices(q, query_matrix + k * 32);
+        mma_16816<HALF>(logits[0][k % kChains], q[0], q[1], q[2], q[3], b[0], b[1]);
+        mma_16816<HALF>(logits[1][k % kChains], q[0], q[1], q[2], q[3], b[2], b[3]);
+        if (Shape::kAlone && k % 3 == 0) load_matrices(q, query_matrix + (k + 3) % Shape::kSteps * 32);
       }
       const int valid = reinterpret_cast<const int*>(shared + Shape::kValid)[place];
       float x[2][2][2];  // [of heads row and row + 8][of 8 tokens]
@@ -265,11 +300,24 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
       sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 2);
       if (quad == 0) reinterpret_cast<float2*>(shared + Shape::kEnds)[warp * kLatentHeads + row + 8 * r] = make_float2(scale[r], sum[r]);
     }
-    arrive_at_barrier_of<2, kMultiplying>();
+    barrier_of<2, kMultiplying>();  // all of the ring is used, and the sums of all weights are there
+
+    // (maximum, sum) of a head for all CTAs, while the warps of values store theirs.
+    const int head_of_pair = threadIdx.x % kLatentHeads;
+    const float2* const ends = reinterpret_cast<const float2*>(shared + Shape::kEnds) + head_of_pair;
+    float most = kLatentLowest, all = 0.f;
+#pragma unroll
+    for (int i = 0; i < kLogitWarps; ++i) most = fmaxf(most, ends[i * kLatentHeads].x);
+#pragma unroll
+    for (int i = 0; i < kLogitWarps; ++i) all = fmaf(ends[i * kLatentHeads].y, exp2_fast(ends[i * kLatentHeads].x - most), all);
+    for (int to = threadIdx.x / kLatentHeads; to < cluster; to += 32 * kLogitWarps / kLatentHeads)
+      *reinterpret_cast<float2*>(shared + to * a.part_bytes() + a.pair_of(head_of_pair)) = make_float2(most, all);
+    if (cluster > 1) make_stores_sendable();
   } else {
     // ---- values ----
     wait_copies<0>();
     arrive_at_barrier_of<1, kMultiplying>();
+    if (cluster > 1) cluster_wait();
     const uint32_t value_matrix = ring + lane % 16 * Shape::kRowStride + lane / 16 * 16 + value_warp * 256;
     float output[16][4] = {};                           // of heads `row` and `row` + 8, two neighbouring channels each
     float maximum[2] = {kLatentLowest, kLatentLowest};  // of these heads: what `output` is scaled by
@@ -309,57 +357,42 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
       if (lane == 0) arrive_at(vacant + 8 * place);
       if (++place == RING) place = 0, parity ^= 1;
     }
-    barrier_of<2, kMultiplying>();  // all of the ring is used, and the sums of all weights are there
+    barrier_of<2, kMultiplying>();  // all of the ring is used
 
-    // The sums of values in the place of the ring, as the CTAs that they are for will have them.
-    const int share = cluster > 1 ? a.share : kLatentFours, pitch = share | 1, inverse = cluster > 1 ? a.share_inverse : 65536 / kLatentFours;
+    // The sums of values in the place of the ring, as the CTAs that they are for will have them: LatentParameters::place_of(), with the terms that are the
+    // same for all of these 64 numbers taken out. A swizzle stays within eight fours, which are then of one CTA.
+    const int share = a.share, own_four = value_warp * 32 + quad / 2, to_next = a.part_bytes() - share * 16;
+    uint32_t to[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) to[j] = ring + row * share * 16 + (own_four + ((2 * j) ^ a.swizzle(row))) * 16 + quad % 2 * 8;
+    const uint32_t eight_rows = 8 * share * 16;
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
-      const int four = value_warp * 32 + 2 * n + quad / 2, to_rank = four * inverse >> 16;
-      uint8_t* const to = shared + ((to_rank * kLatentHeads + row) * pitch + four - to_rank * share) * 16 + quad % 2 * 8;
-      *reinterpret_cast<float2*>(to) = make_float2(output[n][0], output[n][1]);
-      *reinterpret_cast<float2*>(to + 8 * pitch * 16) = make_float2(output[n][2], output[n][3]);
+      const uint32_t address = to[n % 4] + ((own_four + 2 * n) * a.share_inverse >> 16) * to_next;
+      store_shared(address + n / 4 * 128, output[n][0], output[n][1]);
+      store_shared(address + eight_rows + n / 4 * 128, output[n][2], output[n][3]);
     }
-    if (value_thread < kLatentHeads) {
-      const float2* const ends = reinterpret_cast<const float2*>(shared + Shape::kEnds) + value_thread;
-      float most = kLatentLowest, all = 0.f;
-#pragma unroll
-      for (int i = 0; i < kLogitWarps; ++i) most = fmaxf(most, ends[i * kLatentHeads].x);
-#pragma unroll
-      for (int i = 0; i < kLogitWarps; ++i) all = fmaf(ends[i * kLatentHeads].y, exp2_fast(ends[i * kLatentHeads].x - most), all);
-      reinterpret_cast<float2*>(shared + Shape::kPairs)[value_thread] = make_float2(most, all);
-    }
-    if (cluster > 1) {
-      make_stores_sendable();
-      cluster_wait();
-      barrier_of<3, 32 * kValueWarps>();
-      if (lane == 0) {
-#pragma unroll 1
-        for (int i = value_warp + 1; i < cluster; i += kValueWarps) {
-          const int other = rank + i < cluster ? rank + i : rank + i - cluster, bytes = a.part_bytes();
-          const uint32_t signal = remote_address(sent, other);
-          send(remote_address(ring + Shape::kSent + rank * bytes, other), ring + other * bytes, bytes, signal);
-          send(remote_address(ring + Shape::kSentPairs + rank * kLatentPairBytes, other), ring + Shape::kPairs, kLatentPairBytes, signal);
-        }
-        arrive_at(sent);  // its own part is there: what this warp has stored was before barrier 3
-      }
-      __syncwarp();
-    }
+    if (cluster > 1) make_stores_sendable();
   }
   allow_next_kernel();
+  __syncthreads();
 
   // ---- the channels of this CTA, from all CTAs of the cluster ----
-  const uint8_t *parts = shared, *pairs = shared + Shape::kPairs;  // of other CTAs
-  if (cluster > 1) {
-    if (!of_values) cluster_wait();
-    wait_for_sent(sent);
-    cluster_meet();  // the memory of this CTA is waited for at the end
-    parts = shared + Shape::kSent, pairs = shared + Shape::kSentPairs;
-  } else {
-    __syncthreads();
+  if (elected()) {
+#pragma unroll 1
+    for (int i = warp + 1; i < cluster; i += Shape::kThreads / 32) {
+      const int other = rank + i < cluster ? rank + i : rank + i - cluster, bytes = a.part_bytes();
+      send(remote_address(ring + Shape::kSent + rank * bytes, other), ring + other * bytes, bytes, remote_address(sent, other));
+    }
   }
+  __syncwarp();
   const LatentPlace place{request, pair, block, first_head, members, cluster, number, rank, live};
-  put_latent_together<HALF, Shape::kThreads>(a, shared, shared + Shape::kPairs, parts, pairs, reinterpret_cast<bool*>(shared + Shape::kLast), place);
+  put_latent_together<HALF, Shape::kThreads>(a, ring, ring + Shape::kSent, reinterpret_cast<bool*>(shared + Shape::kLast), place, [&] {
+    if (cluster > 1) {
+      wait_for(sent, 0);
+      cluster_meet();  // the memory of this CTA is waited for at the end
+    }
+  });
   if (cluster > 1) cluster_wait();
   if (known) wait_previous_kernel();
 }

@@ -4,17 +4,29 @@
 
 namespace kvskim {
 
-// copy16 of attend_instructions.cuh, both addresses plus Offset.
-template <int Offset>
-__device__ __forceinline__ void copy16_at(uint32_t shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0 + %2], [%1 + %2], 16;" ::"r"(shared), "l"(global), "n"(Offset) : "memory");
-}
-
 // As copy16_or_zero, four bytes.
 __device__ __forceinline__ void copy4_or_zero(uint32_t shared, const void* global, bool present) {
   const int bytes = present ? 4 : 0;
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
+
+// From shared memory, if `present`; else the value stays.
+__device__ __forceinline__ void load_shared_if(bool present, float4& v, uint32_t address) {
+  asm volatile("{\n .reg .pred present;\n setp.ne.u32 present, %5, 0;\n @present ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w) : "r"(address), "r"(static_cast<uint32_t>(present)) : "memory");
+}
+__device__ __forceinline__ void load_shared_if(bool present, float2& v, uint32_t address) {
+  asm volatile("{\n .reg .pred present;\n setp.ne.u32 present, %3, 0;\n @present ld.shared.v2.f32 {%0, %1}, [%2];\n}"
+               : "+f"(v.x), "+f"(v.y) : "r"(address), "r"(static_cast<uint32_t>(present)) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+
+// The value is to be computed here, ahead of a wait, and not where it is used.
+__device__ __forceinline__ void keep_ready(uint32_t& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void keep_ready(uint16_t*& value) { asm volatile("" : "+l"(value)); }
 
 // Barriers among Threads threads of a CTA, whole warps of them; number 0 is __syncthreads(). Who only arrives does not wait.
 template <int Number, int Threads>
@@ -35,11 +47,7 @@ __device__ __forceinline__ void prepare_signal(uint32_t signal, int arrivals) {
 __device__ __forceinline__ void publish_signals() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive_at(uint32_t signal) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(signal) : "memory"); }
-// When the copies that this thread has begun so far have come.
-__device__ __forceinline__ void arrive_after_copies(uint32_t signal) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(signal) : "memory");
-}
-// Bytes that come from other CTAs, before or after this.
+// Bytes that the copy engine brings, before or after this.
 __device__ __forceinline__ void arrive_expecting(uint32_t signal, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(signal), "r"(bytes) : "memory");
 }
@@ -51,16 +59,6 @@ __device__ __forceinline__ void wait_for(uint32_t signal, uint32_t parity) {
                  : "=r"(done) : "r"(signal), "r"(parity) : "memory");
   } while (!done);
 }
-// The first phase of a signal for what other CTAs send.
-__device__ __forceinline__ void wait_for_sent(uint32_t signal) {
-  uint32_t done;
-  do {
-    asm volatile(
-        "{\n .reg .pred complete;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [%1], 0;\n selp.u32 %0, 1, 0, complete;\n}"
-        : "=r"(done) : "r"(signal) : "memory");
-  } while (!done);
-}
-
 // ---- thread-block clusters ----
 
 // As cluster_arrive() of attend_instructions.cuh, but orders no memory: ordering makes every thread wait until its stores are visible on the whole
@@ -70,10 +68,24 @@ __device__ __forceinline__ void cluster_meet() { asm volatile("barrier.cluster.a
 // Before the barrier behind which send() reads what this thread has stored.
 __device__ __forceinline__ void make_stores_sendable() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// True in one lane of a whole warp. The compiler then knows that only one asks the copy engine, and leaves out a loop over lanes.
+__device__ __forceinline__ bool elected() {
+  uint32_t one;
+  asm volatile("{\n .reg .pred one;\n elect.sync _|one, 0xffffffff;\n selp.u32 %0, 1, 0, one;\n}" : "=r"(one));
+  return one;
+}
+
 // Copies a multiple of 16 bytes into the shared memory of another CTA (`to`, `signal`: remote_address()) and announces them at a signal there.
 __device__ __forceinline__ void send(uint32_t to, uint32_t from, uint32_t bytes, uint32_t signal) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "r"(from), "r"(bytes),
                "r"(signal)
+               : "memory");
+}
+
+// Copies Bytes, a multiple of 16, from global memory and announces them at a signal. All three addresses at multiples of 16, 16 and 8 bytes.
+template <int Bytes>
+__device__ __forceinline__ void load_bulk(uint32_t to, const void* from, uint32_t signal) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "n"(Bytes), "r"(signal)
                : "memory");
 }
 

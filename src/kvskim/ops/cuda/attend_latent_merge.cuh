@@ -10,6 +10,7 @@ constexpr int kLogitWarps = 4, kValueWarps = 4;
 constexpr int kLatentHeads = 16;         // of a block
 constexpr int kLatentCluster = 16;       // CTAs of the largest cluster
 constexpr int kLatentFours = kLatentChannels / 4;  // what is put together at a time: four channels
+constexpr int kLatentPairBytes = kLatentHeads * 8;  // (maximum, sum) of each head
 constexpr float kLatentLowest = -1e30f;  // stands for minus infinity where a difference of two of them must not be NaN
 
 struct LatentParameters {
@@ -37,6 +38,7 @@ struct LatentParameters {
   int cluster, clusters;  // CTAs of a cluster; clusters that may share a request
   int share;              // fours that each CTA of a cluster puts together
   int share_inverse;      // four / share = four * share_inverse >> 16 for all fours
+  unsigned place_inverse; // i / share = i * place_inverse >> 20 for all places of a part
   int pages_per_split;    // pages of a CTA that are worth another cluster
   int pages_per_block;
   uint32_t block_multiplier;  // page / pages_per_block = page * block_multiplier >> block_shift for all pages below 2^27
@@ -46,19 +48,21 @@ struct LatentParameters {
   float softcap_inverse;  // 2 / softcap
   float v_scale;
 
-  // How many fours apart the rows of heads lie in what a CTA is sent, an odd number, for the banks; and how much it is from each CTA.
-  __device__ __forceinline__ int pitch() const { return share | 1; }
-  __device__ __forceinline__ int part_bytes() const { return kLatentHeads * pitch() * 16; }
+  // What a CTA is sent from each CTA: [head] of `share` fours, then (maximum, sum) of each head. No padding, for little else takes as long as sending. Where
+  // rows of heads are multiples of 128 bytes, their fours change places by pairs, so that four rows lie in different banks.
+  __device__ __forceinline__ int part_bytes() const { return kLatentHeads * 16 * share + kLatentPairBytes; }
+  __device__ __forceinline__ int swizzle(int head) const { return share % 8 == 0 ? (2 * head) & 6 : 0; }
+  __device__ __forceinline__ int place_of(int head, int four) const { return (head * share + (four ^ swizzle(head))) * 16; }
+  __device__ __forceinline__ int pair_of(int head) const { return kLatentHeads * 16 * share + head * 8; }
 };
 
 __host__ __device__ constexpr int latent_share(int cluster) { return ceil_div(kLatentFours, cluster); }
-constexpr int kLatentPairBytes = kLatentHeads * 8;  // (maximum, sum) of each head
 
 // Room for what a CTA of the cluster that needs most of it is sent.
 constexpr int largest_latent_parts() {
   int most = 0;
   for (int c = 1; c <= kLatentCluster; ++c) {
-    const int parts = c * kLatentHeads * (latent_share(c) | 1) * 16;
+    const int parts = c * (kLatentHeads * latent_share(c) * 16 + kLatentPairBytes);
     most = most > parts ? most : parts;
   }
   return most;
@@ -70,9 +74,10 @@ __device__ __forceinline__ float latent_soft_cap(float x, float cap_2, float twi
 }
 
 template <bool HALF>
-__device__ __forceinline__ void write_latent(const LatentParameters& a, int request, int query_head, int channel, float4 v, float maximum, float sum) {
-  const float norm = sum == 0.f ? 0.f : a.v_scale / sum;  // a sum of NaN stays NaN
-  *reinterpret_cast<uint2*>(a.out + request * a.out_request_stride + query_head * a.out_head_stride + channel) =
+__device__ __forceinline__ void write_latent(const LatentParameters& a, uint16_t* to, int request, int query_head, int channel, float4 v, float maximum,
+                                             float sum) {
+  const float norm = sum == 0.f ? 0.f : __fdividef(a.v_scale, sum);  // a sum of NaN stays NaN
+  *reinterpret_cast<uint2*>(to) =
       make_uint2(pack<HALF>(v.x * norm, v.y * norm), pack<HALF>(v.z * norm, v.w * norm));
   if (a.lse && channel == 0) a.lse[request * a.heads * a.group + query_head] = sum == 0.f ? -INFINITY : kLn2 * maximum + logf(sum);
 }
@@ -81,32 +86,33 @@ __device__ __forceinline__ void add_latent(float4& sum, float weight, const floa
   sum.x = fmaf(weight, v.x, sum.x), sum.y = fmaf(weight, v.y, sum.y), sum.z = fmaf(weight, v.z, sum.z), sum.w = fmaf(weight, v.w, sum.w);
 }
 
-// Sums over `count` parts, with load4(i) and load2(i) the values and the (maximum, sum) of part i. Eight loads are under way at a time.
-template <class Load4, class Load2>
-__device__ __forceinline__ float4 merge_latent(int count, float& maximum, float& sum, Load4 load4, Load2 load2) {
+// Sums over parts of which `count` are left, eight at a time: load(i, present, pair, value) gives part i, if there is one, its (maximum, sum) and values.
+// No branches within the eight, so that all their loads and exponentials are under way together.
+template <class Load>
+__device__ __forceinline__ float4 merge_latent(int count, float& maximum, float& sum, Load load) {
   constexpr int kBatch = 8;
   float4 output = make_float4(0.f, 0.f, 0.f, 0.f);
   maximum = kLatentLowest, sum = 0.f;
+#pragma unroll 1
   for (int start = 0; start < count; start += kBatch) {
     float4 value[kBatch];
     float2 pair[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      value[i] = make_float4(0.f, 0.f, 0.f, 0.f), pair[i] = make_float2(kLatentLowest, 0.f);
+      load(start + i, start + i < count, pair[i], value[i]);
+    }
     float raised = maximum;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      if (start + i < count) pair[i] = load2(start + i), value[i] = load4(start + i);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      if (start + i < count) raised = fmaxf(raised, pair[i].x);
+    for (int i = 0; i < kBatch; ++i) raised = fmaxf(raised, pair[i].x);
     const float shrink = exp2_fast(maximum - raised);
     maximum = raised, sum *= shrink;
     output.x *= shrink, output.y *= shrink, output.z *= shrink, output.w *= shrink;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (start + i < count) {
-        const float weight = exp2_fast(pair[i].x - raised);
-        sum = fmaf(weight, pair[i].y, sum);
-        add_latent(output, weight, value[i]);
-      }
+      const float weight = exp2_fast(pair[i].x - raised);
+      sum = fmaf(weight, pair[i].y, sum);
+      add_latent(output, weight, value[i]);
     }
   }
   return output;
@@ -117,33 +123,60 @@ struct LatentPlace {
   int request, pair, block, first_head, members, cluster, number, rank, live;
 };
 
-// The channels of this CTA from what it has of them itself, from `parts` and `pairs`, which the other CTAs of its cluster have left in its shared memory,
-// and, where several clusters share a request, from what those leave in global memory. By all threads.
-// own_parts, parts: [CTA of the cluster][head] of pitch fours; own_pairs: [head]; pairs: [CTA of the cluster][head].
-template <bool HALF, int THREADS>
-__device__ __forceinline__ void put_latent_together(const LatentParameters& a, const uint8_t* own_parts, const uint8_t* own_pairs, const uint8_t* parts,
-                                                    const uint8_t* pairs, bool* last, const LatentPlace& at) {
-  const int share = at.cluster > 1 ? a.share : kLatentFours, pitch = share | 1;
-  const int first_four = at.rank * share, fours = min(share, kLatentFours - first_four);
+// The channels of this CTA from what it has of them itself, its part of those at `own_parts`, and from `sent_parts`, which the other CTAs of its cluster
+// have left in its shared memory once `received` returns, and, where several clusters share a request, from what those leave in global memory. By all
+// threads. Parts are laid out as LatentParameters says, both in the order of CTAs.
+template <bool HALF, int THREADS, class Received>
+__device__ __forceinline__ void put_latent_together(const LatentParameters& a, uint32_t own_parts, uint32_t sent_parts, bool* last, const LatentPlace& at,
+                                                    Received received) {
+  const int share = a.share, bytes = a.part_bytes(), first_four = at.rank * share;
   const int64_t first_part = static_cast<int64_t>(at.pair) * a.clusters, all_parts = static_cast<int64_t>(a.requests) * a.heads * a.clusters;
   float4* const left = reinterpret_cast<float4*>(a.partials);
   float2* const left_pairs = reinterpret_cast<float2*>(a.partials + all_parts * a.group * kLatentChannels);
   const auto line_of = [&](int part, int member) { return (first_part + part) * a.group + at.block * kLatentHeads + member; };
-  for (int i = threadIdx.x; i < at.members * fours; i += THREADS) {
-    const int member = i / fours, own = i - member * fours, four = first_four + own;
+  // Of the parts of a large cluster a thread has half, and the 16th lane on from it the others: there are threads enough.
+  const bool halved = at.cluster > 8 && 2 * kLatentHeads * share <= THREADS;
+  const int half = halved && threadIdx.x % 32 >= 16, places = at.members * share;
+  const int first = halved ? threadIdx.x / 32 * 16 + threadIdx.x % 16 : threadIdx.x, round = halved ? THREADS / 2 : THREADS;
+  const int parts_each = halved ? (at.cluster + 1) / 2 : at.cluster, first_of = half * parts_each, parts = min(parts_each, at.cluster - first_of);
+  const auto member_of = [&](int i) { return static_cast<int>(static_cast<unsigned>(i) * a.place_inverse >> 20); };
+  int member = member_of(first), own = first - member * share;
+  uint16_t* to = a.out + at.request * a.out_request_stride + (at.first_head + member) * a.out_head_stride + 4 * (first_four + own);
+  uint32_t values = a.place_of(member, own), pairs = a.pair_of(member);
+  keep_ready(values), keep_ready(pairs), keep_ready(to);
+  received();
+  // Whole warps: lanes meet in the loop.
+  for (int i = first; i - static_cast<int>(threadIdx.x) % 16 < places; i += round) {
+    if (i != first) {
+      member = member_of(i), own = i - member * share;
+      to = a.out + at.request * a.out_request_stride + (at.first_head + member) * a.out_head_stride + 4 * (first_four + own);
+      values = a.place_of(member, own), pairs = a.pair_of(member);
+    }
+    const bool present = i < places && first_four + own < kLatentFours;
     float most, sum;
-    const float4 v = merge_latent(
-        at.cluster, most, sum,
-        [&](int other) { return reinterpret_cast<const float4*>(other == at.rank ? own_parts : parts)[(other * kLatentHeads + member) * pitch + own]; },
-        [&](int other) {
-          return other == at.rank ? reinterpret_cast<const float2*>(own_pairs)[member] : reinterpret_cast<const float2*>(pairs)[other * kLatentHeads + member];
-        });
+    float4 v = merge_latent(present ? parts : 0, most, sum, [&](int part, bool there, float2& pair, float4& value) {
+      const int other = first_of + part;
+      const uint32_t from = (other == at.rank ? own_parts : sent_parts) + other * bytes;
+      load_shared_if(there, pair, from + pairs);
+      load_shared_if(there, value, from + values);
+    });
+    if (halved) {
+      const float other_most = __shfl_xor_sync(kAllLanes, most, 16), raised = fmaxf(most, other_most);
+      const float weight = exp2_fast(most - raised);
+      sum *= weight, v.x *= weight, v.y *= weight, v.z *= weight, v.w *= weight;
+      sum += __shfl_xor_sync(kAllLanes, sum, 16);
+      v.x += __shfl_xor_sync(kAllLanes, v.x, 16), v.y += __shfl_xor_sync(kAllLanes, v.y, 16);
+      v.z += __shfl_xor_sync(kAllLanes, v.z, 16), v.w += __shfl_xor_sync(kAllLanes, v.w, 16);
+      most = raised;
+    }
+    if (!present || half) continue;
+    const int four = first_four + own;
     if (at.live == 1) {
-      write_latent<HALF>(a, at.request, at.first_head + member, 4 * four, v, most, sum);
+      write_latent<HALF>(a, to, at.request, at.first_head + member, 4 * four, v, most, sum);
     } else {
       __stcg(left + line_of(at.number, member) * kLatentFours + four, v);
       // Every rank has the same pair, and leaves it: it knows only of those that others of its rank have left.
-      if (four == first_four) __stcg(left_pairs + line_of(at.number, member), make_float2(most, sum));
+      if (own == 0) __stcg(left_pairs + line_of(at.number, member), make_float2(most, sum));
     }
   }
   if (at.live == 1) return;
@@ -159,13 +192,15 @@ __device__ __forceinline__ void put_latent_together(const LatentParameters& a, c
   }
   __syncthreads();
   if (!*last) return;
-  for (int i = threadIdx.x; i < at.members * fours; i += THREADS) {
-    const int member = i / fours, four = first_four + i - member * fours;
+  for (int i = threadIdx.x; i < places; i += THREADS) {
+    const int member = member_of(i), four = first_four + i - member * share;
+    if (four >= kLatentFours) continue;
     float most, sum;
-    const float4 v = merge_latent(
-        at.live, most, sum, [&](int part) { return __ldcg(left + line_of(part, member) * kLatentFours + four); },
-        [&](int part) { return __ldcg(left_pairs + line_of(part, member)); });
-    write_latent<HALF>(a, at.request, at.first_head + member, 4 * four, v, most, sum);
+    const float4 v = merge_latent(at.live, most, sum, [&](int part, bool there, float2& pair, float4& value) {
+      if (there) pair = __ldcg(left_pairs + line_of(part, member)), value = __ldcg(left + line_of(part, member) * kLatentFours + four);
+    });
+    write_latent<HALF>(a, a.out + at.request * a.out_request_stride + (at.first_head + member) * a.out_head_stride + 4 * four, at.request,
+                       at.first_head + member, 4 * four, v, most, sum);
   }
 }
 

@@ -16,7 +16,7 @@ struct CacheView {
 };
 
 // Values, or keys and values, in host memory: page by page and head by head, each one or two runs of kPageTokens rows, in `host`; copies of some in
-// the slots of `hot`. directory[page * heads + head] is the slot + 1, or 0 where there is no copy.
+// the slots of `hot`. directory[page * heads + head] is the slot + 1, or 0 or less where there is no copy.
 struct HostTier {
   const uint8_t* host;
   const uint8_t* hot;

@@ -65,7 +65,7 @@ struct PrepareArguments {
   const float* mean;                   // [H, D]
   const uint8_t* key_cache;
   int64_t key_block_stride, key_token_stride, key_head_stride;  // elements
-  const int* directory;                // [blocks, H]: slot + 1 of a hot copy, or 0; null where the keys are in GPU memory
+  const int* directory;                // [blocks, H]: slot + 1 of a hot copy, or 0 or less; null where the keys are in GPU memory
   int64_t hot_offset;                  // elements from key_cache to the first slot
   const int* block_table;
   int64_t block_table_stride;

@@ -105,7 +105,10 @@ __device__ __forceinline__ void prepare_forced(const PrepareArguments& p, int ro
   // Scores of the mean key, a warp each, the last warps first: with few pages they have nothing else to do.
   auto score_mean = [&]() {
     const int dots = min(p.forced_requests, p.requests - first_request) << p.column_shift;
-    for (int i = kPrepareWarps - 1 - warp; i < dots; i += kPrepareWarps) {
+    // Of long rows pages take as long as three scores: behind the wait these are left to the warps without pages, if there are enough.
+    const int idle = kPrepareWarps - min(p.sink_pages + p.window_pages, stride) * teams;
+    const int workers = LONG && !p.early && 3 * idle >= dots ? idle : kPrepareWarps, worker = kPrepareWarps - 1 - warp;
+    for (int i = worker < workers ? worker : dots; i < dots; i += workers) {
       const int r = first_request + (i >> p.column_shift), member = i & (columns - 1);
       const uint16_t* from = heads.query(p, r, member);
       float sum = 0.f;

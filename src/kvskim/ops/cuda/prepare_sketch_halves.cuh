@@ -1,8 +1,10 @@
 // Int8 weights for long rows and few columns, by pairs of CTAs: each multiplies half of the channels, for the columns of both, and finishes half of the
 // columns. A CTA reads half as much of the query matrix as one that has all channels, and holds all of it in registers before it waits for the kernel
-// ahead; behind the wait it reads only queries. The halves are added up through the shared memory of the pair, a thread-block cluster.
+// ahead; behind the wait it reads only queries. The halves are added up through the shared memory of the pair, a thread-block cluster, by messages
+// (select_exchange.cuh): a cluster barrier would make every thread wait until its stores are visible on the whole device.
 #pragma once
 #include "prepare_sketch_weights.cuh"
+#include "select_exchange.cuh"
 
 namespace kvskim {
 
@@ -28,6 +30,7 @@ __device__ __forceinline__ void prepare_half(const PrepareArguments& p, int bund
   using Queries = StagedQueries<kColumns, kHalfSteps, true>;
   __shared__ __align__(16) uint8_t memory[Shape::kBytes];
   __shared__ int column_max[kBundleRows][8 * OWN], column_sum[kBundleRows][8 * OWN];
+  __shared__ selection::Arrival arrival;  // of the products of the other half
   auto& row_weight = *reinterpret_cast<float (*)[kBundleSlots][8 * OWN + 1]>(memory + Shape::kRows);
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
   const int half = warp >> 1, unit = warp & 1, steps = p.dim / 32, first_step = kHalfSteps * part;
@@ -41,7 +44,14 @@ __device__ __forceinline__ void prepare_half(const PrepareArguments& p, int bund
       scored |= ceil_div(p.seq_lens[r], kPageTokens) > p.full_pages;
     if (!scored) return wait_previous_kernel();  // both CTAs of a pair
   }
-  if constexpr (Shape::ROOM) cluster_arrive();  // tells the other that this CTA's memory may be written
+  if (tid == 0) {
+    selection::prepare(arrival);
+    selection::publish_arrivals();
+    int rows = 0;
+    for (const BundleRow& row : p.bundles.row[bundle]) rows += row.slot >= 0;
+    selection::expect(arrival, rows * 2 * OWN * 512);
+  }
+  if constexpr (Shape::ROOM) selection::arrive_at_start();  // tells the other that this CTA's memory may be written
 
   uint4 a[2][kHalfSteps];
   uint32_t slot_rows = 0, digits = 0;
@@ -75,24 +85,39 @@ __device__ __forceinline__ void prepare_half(const PrepareArguments& p, int bund
   Queries::wait();
 
   float sum[TILES][4] = {};  // the own column tiles first
-  if (used) {
+  const auto multiply = [&](int first, int end) {
+    if (used)
 #pragma unroll
-    for (int n = 0; n < TILES; ++n)
+      for (int n = first; n < end; ++n)
 #pragma unroll
-      for (int s = 0; s < kHalfSteps; ++s)
-        multiply_step<HALF>(sum[n], a[0][s], a[1][s], Queries::piece(memory, 8 * ((n + part * OWN) % TILES) + g, s, q));
-  }
+        for (int s = 0; s < kHalfSteps; ++s)
+          multiply_step<HALF>(sum[n], a[0][s], a[1][s], Queries::piece(memory, 8 * ((n + part * OWN) % TILES) + g, s, q));
+  };
   float4* const received = reinterpret_cast<float4*>(memory + Shape::kReceived) + warp * OWN * 32 + lane;
-  if constexpr (!Shape::ROOM) cluster_arrive();
-  cluster_wait();
-  if (used) {
-    const uint32_t there = remote_address(shared_address(received), part ^ 1);
+  const auto send = [&]() {
+    if (used)
 #pragma unroll
-    for (int n = 0; n < OWN; ++n) store_remote(there + n * 512, make_float4(sum[OWN + n][0], sum[OWN + n][1], sum[OWN + n][2], sum[OWN + n][3]));
+      for (int n = 0; n < OWN; ++n) {
+        const float(&x)[4] = sum[OWN + n];
+        selection::send(reinterpret_cast<uint4*>(received + n * 32),
+                        make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])), arrival, part ^ 1);
+      }
+  };
+  if constexpr (Shape::ROOM) {
+    selection::wait_for_all_at_start();
+    // One tile has too few products to overlap with.
+    multiply(OWN == 1 ? 0 : OWN, TILES);
+    send();
+    if (OWN > 1) multiply(0, OWN);
+    __syncthreads();  // all warps have left the queries
+  } else {
+    multiply(0, TILES);
+    cluster_arrive();
+    cluster_wait();
+    send();
   }
-  cluster_arrive();
-  cluster_wait();  // and all warps have left the queries
-  if (used)
+  if (used) {
+    selection::wait(arrival);
 #pragma unroll
     for (int n = 0; n < OWN; ++n) {
       const float4 other = received[n * 32];
@@ -100,6 +125,7 @@ __device__ __forceinline__ void prepare_half(const PrepareArguments& p, int bund
 #pragma unroll
       for (int i = 0; i < 4; ++i) row_weight[16 * warp + 8 * (i >> 1) + g][8 * n + 2 * q + (i & 1)] = both[i] * p.scale;
     }
+  }
   __syncthreads();
   quantize_weights<OWN, true>(p, bundle, heads, first_column + part * 8 * OWN, own, slot_rows, digits, row_weight, column_max, column_sum);
   wait_previous_kernel();

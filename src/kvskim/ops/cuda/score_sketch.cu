@@ -13,7 +13,8 @@
 namespace kvskim {
 namespace {
 
-constexpr int kWarps = 4, kTilePages = 16, kRecordVectors = sketch::record_bytes / 64;  // 16-byte loads per lane and record
+constexpr int kWarps = 4, kPairedWarps = 8;  // of a CTA; and of one for 16 columns
+constexpr int kTilePages = 16, kRecordVectors = sketch::record_bytes / 64;  // 16-byte loads per lane and record
 
 struct ScoreArguments {
   const uint8_t* records;  // [N, H, 256]
@@ -25,7 +26,7 @@ struct ScoreArguments {
   const float* forced;     // [R, H, Gp]
   __half* scores;          // [R, H, capacity, Gp]
   float* partials;         // [R, H, chunks, Gp]
-  int blocks, live_blocks;  // of the columns of a warp in a padded group; and of those, blocks that are prepared. Only where BLOCKED
+  int blocks, live_blocks;  // of 16 columns in a padded group; and of those, blocks that are prepared
   int requests, heads, capacity, chunks, page_shift, sink_pages, window_pages, full_pages, settled;
 };
 
@@ -104,45 +105,47 @@ struct alignas(16) WarpConstants {
   float* partials;         // of this warp's tiles
 };
 
-// COLUMNS of a column tile: 8 query heads, or 4 that are put into the tensor core twice (its columns 4..7 repeat 0..3), so that lanes
-// q < 2 of a quad can finish page g and lanes q >= 2 page g + 8. TILES column tiles per warp. WEIGHTS_IN_REGISTERS: else in shared memory.
-// BLOCKED: the padded group has several blocks of these columns; a block has weights and scales as a kv head of its own would.
-// TOGETHER: the warps of a CTA have the same kv head, chunks is a multiple of their number; else they have neighbouring heads.
-template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS>
+// COLUMNS (query heads): 8, or 4 that are put into the tensor core twice (its columns 4..7 repeat 0..3), so that lanes q < 2 of a quad can finish
+// page g and lanes q >= 2 page g + 8. Of 16 a warp has 8: two warps read the same tile, and all warps of a CTA the tiles of one chunk in turn. Of more
+// query heads each block of 16 has CTAs of its own; it has weights and scales as a kv head of its own would.
+// TOGETHER: the warps of a CTA have the same kv head; below 16 columns chunks is a multiple of their number. Else they have neighbouring heads.
+template <int COLUMNS>
 struct ScoreShape {
-  static constexpr int lanes = COLUMNS * 4;                       // lanes with weights of their own
-  static constexpr int vectors = kProducts / 2 * lanes;           // 16-byte vectors of weights of a column tile
-  static constexpr int scales = kModes * COLUMNS / 2;             // float4 of a column tile
-  static constexpr int padded = COLUMNS * TILES;
+  static constexpr bool pairs = COLUMNS == 16, weights_in_registers = COLUMNS == 4;  // else in shared memory
+  static constexpr int warps = pairs ? kPairedWarps : kWarps;
+  static constexpr int own = COLUMNS < 8 ? COLUMNS : 8, tiles = COLUMNS / own;  // columns of a warp: a column tile; and tiles
+  static constexpr int lanes = own * 4;                                         // lanes with weights of their own
+  static constexpr int vectors = kProducts / 2 * lanes;                         // 16-byte vectors of weights of a column tile
+  static constexpr int scales = kModes * own / 2;                               // float4 of a column tile
   // Of each column tile: scales and offsets of the modes, then, as if they were two more modes, minus the forced log-masses in log2, and kMagicBits.
-  static constexpr int tile_scales = scales + 2 * (COLUMNS / 2);
-  static constexpr int head_bytes = (WEIGHTS_IN_REGISTERS ? 0 : TILES * vectors * 16) + TILES * tile_scales * 16;
+  static constexpr int tile_scales = scales + 2 * (own / 2);
+  static constexpr int head_bytes = (weights_in_registers ? 0 : tiles * vectors * 16) + tiles * tile_scales * 16;
   // Warps of one kv head share what it has in shared memory: for each warp apart it would be 20 MB in all, which takes as long as a tile does.
   static constexpr int bytes(bool together) {
-    return kWarps * static_cast<int>(sizeof(WarpConstants)) + (together && !WEIGHTS_IN_REGISTERS ? 1 : kWarps) * head_bytes;
+    return warps * static_cast<int>(sizeof(WarpConstants)) + (together && !weights_in_registers ? 1 : warps) * head_bytes;
   }
 };
 
-template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS, int CTAS, bool BLOCKED, bool TOGETHER>
-__global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const __grid_constant__ ScoreArguments p) {
-  using Shape = ScoreShape<COLUMNS, TILES, WEIGHTS_IN_REGISTERS>;
-  static_assert(TILES == 1 || !WEIGHTS_IN_REGISTERS, "two column tiles keep their weights in shared memory");
-  static_assert(!BLOCKED || !TOGETHER, "blocks of columns share their records");
+template <int COLUMNS, int CTAS, bool TOGETHER>
+__global__ void __launch_bounds__(ScoreShape<COLUMNS>::warps * 32, CTAS) score_sketch_kernel(const __grid_constant__ ScoreArguments p) {
+  using Shape = ScoreShape<COLUMNS>;
+  constexpr bool PAIRS = Shape::pairs, WEIGHTS_IN_REGISTERS = Shape::weights_in_registers;
+  static_assert(!PAIRS || TOGETHER, "the warps of a chunk are of one kv head");
   extern __shared__ __align__(16) uint8_t shared[];
   allow_next_kernel();
   // From one lane: so the compiler knows that what follows from it is the same in all lanes.
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   constexpr bool share = !WEIGHTS_IN_REGISTERS && TOGETHER;
   WarpConstants& constants = reinterpret_cast<WarpConstants*>(shared)[warp];
-  uint4* shared_weights = reinterpret_cast<uint4*>(shared + kWarps * sizeof(WarpConstants) + (share ? 0 : warp * Shape::head_bytes));
-  float4* shared_scales = reinterpret_cast<float4*>(shared_weights) + (WEIGHTS_IN_REGISTERS ? 0 : TILES * Shape::vectors);
+  uint4* shared_weights = reinterpret_cast<uint4*>(shared + Shape::warps * sizeof(WarpConstants) + (share ? 0 : warp * Shape::head_bytes));
+  float4* shared_scales = reinterpret_cast<float4*>(shared_weights) + (WEIGHTS_IN_REGISTERS ? 0 : Shape::tiles * Shape::vectors);
 
-  // Neighbouring CTAs, or warps, take the heads of the same pages, whose records are neighbours in memory, and neighbouring warps the blocks of columns of
-  // the same records.
-  const int index = blockIdx.x * kWarps + warp, pair = BLOCKED ? index / p.live_blocks : TOGETHER ? blockIdx.x : index;
-  const int block = BLOCKED ? index - pair * p.live_blocks : 0, rest = pair / p.heads, head = pair - rest * p.heads;
-  const int shares = TOGETHER ? p.chunks / kWarps : p.chunks, request = rest / shares;
-  const int first_chunk = (rest - request * shares) * (TOGETHER ? kWarps : 1), chunk = first_chunk + (TOGETHER ? warp : 0);
+  // Neighbouring CTAs, or warps, take the heads of the same pages, whose records are neighbours in memory, and neighbouring CTAs the blocks of columns
+  // of the same records.
+  const int pair = PAIRS ? blockIdx.x / p.live_blocks : TOGETHER ? blockIdx.x : blockIdx.x * kWarps + warp;
+  const int block = PAIRS ? blockIdx.x - pair * p.live_blocks : 0, rest = pair / p.heads, head = pair - rest * p.heads;
+  const int shares = TOGETHER && !PAIRS ? p.chunks / kWarps : p.chunks, request = rest / shares;
+  const int first_chunk = (rest - request * shares) * (TOGETHER && !PAIRS ? kWarps : 1), chunk = first_chunk + (TOGETHER && !PAIRS ? warp : 0);
   if (!p.settled) wait_previous_kernel();
   const int length = request < p.requests ? p.seq_lens[request] : 0, total = ceil_div(length, kPageTokens);
   // A request that has just found all but the last token of its prompt in the prefix cache may share its last full page with a row that
@@ -151,13 +154,15 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   const int pages = total > p.full_pages ? total - p.window_pages : 0;
   // Even a warp without work waits: the end of this grid must mean that the kernel ahead has ended too, for the one behind reads its results.
   if ((share ? first_chunk : chunk) * kTilePages >= pages) return wait_previous_kernel();
-  const int row = request * p.heads + head, columns = BLOCKED ? p.blocks * Shape::padded : Shape::padded, first_column = block * Shape::padded;
-  const int weight_row = BLOCKED ? row * p.blocks + block : row;
+  const int row = request * p.heads + head, columns = PAIRS ? p.blocks * COLUMNS : COLUMNS, first_column = block * COLUMNS;
+  const int weight_row = PAIRS ? row * p.blocks + block : row;
 
   // Of the 16 pages of a tile a lane looks up one: even lanes that of row g, odd ones that of row g + 8, which their neighbour needs too. Pages past
   // the end repeat the last page: its record is valid, its results are not written.
-  int own_page = chunk * kTilePages + g + 8 * (q & 1);
-  const int last_page = pages - 1, stride = p.chunks * kTilePages;
+  constexpr int kTiles = PAIRS ? Shape::warps / Shape::tiles : 1;  // of a chunk at a time
+  const int first_tile = PAIRS ? chunk + warp / Shape::tiles * p.chunks : chunk;
+  int own_page = first_tile * kTilePages + g + 8 * (q & 1);
+  const int last_page = pages - 1, stride = p.chunks * (kTilePages * kTiles);
   const uint32_t page_bytes = p.heads * sketch::record_bytes;
   const uint8_t* lane_records = p.records + head * sketch::record_bytes + 16 * q;
   const int* entries = p.block_table + request * p.block_table_stride;
@@ -171,7 +176,7 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
     for (int h = 0; h < 2; ++h) {
       const uint8_t* from = element(base, __shfl_sync(~0u, physical, h, 2), page_bytes);
 #pragma unroll
-      for (int j = 0; j < kRecordVectors; ++j) record[h][j] = load_record<BLOCKED>(from + 64 * j);
+      for (int j = 0; j < kRecordVectors; ++j) record[h][j] = load_record<PAIRS>(from + 64 * j);
     }
   };
   const int first_entry = load_here(entry_at(entries, own_page));
@@ -180,75 +185,72 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
   wait_previous_kernel();
 
   // All loads before the first use of one: then they take one latency together.
-  const int reader = share ? threadIdx.x : lane, forced_pair = reader % (Shape::padded / 2);
-  const float2 forced = load_here(reinterpret_cast<const float2*>(p.forced + static_cast<int64_t>(weight_row) * Shape::padded) + forced_pair);
+  constexpr int kPairs = Shape::own / 2;
+  const int reader = share ? threadIdx.x : lane, forced_pair = reader % (COLUMNS / 2);
+  const float2 forced = load_here(reinterpret_cast<const float2*>(p.forced + static_cast<int64_t>(weight_row) * COLUMNS) + forced_pair);
   const int weight_lane = lane % Shape::lanes;
   uint4 register_weights[kProducts / 2];
-  const uint4* weights = reinterpret_cast<const uint4*>(p.weights) + static_cast<int64_t>(weight_row) * (TILES * Shape::vectors);
-  const float4* scales = p.scales + static_cast<int64_t>(weight_row) * TILES * Shape::scales;
+  const uint4* weights = reinterpret_cast<const uint4*>(p.weights) + static_cast<int64_t>(weight_row) * (Shape::tiles * Shape::vectors);
+  const float4* scales = p.scales + static_cast<int64_t>(weight_row) * Shape::tiles * Shape::scales;
   const auto copy = [&](auto* to, const auto* from, auto count) {
-    constexpr int kCount = decltype(count)::value, kReaders = share ? 32 * kWarps : 32;
+    constexpr int kCount = decltype(count)::value, kReaders = share ? 32 * Shape::warps : 32;
 #pragma unroll
     for (int i = 0; i < ceil_div(kCount, kReaders); ++i)
       if (kCount % kReaders == 0 || i * kReaders + reader < kCount) copy_vector(to + i * kReaders + reader, from + i * kReaders + reader);
   };
-  if constexpr (!WEIGHTS_IN_REGISTERS) copy(shared_weights, weights, std::integral_constant<int, TILES * Shape::vectors>{});
+  if constexpr (!WEIGHTS_IN_REGISTERS) copy(shared_weights, weights, std::integral_constant<int, Shape::tiles * Shape::vectors>{});
 #pragma unroll
-  for (int c = 0; c < TILES; ++c) copy(shared_scales + c * Shape::tile_scales, scales + c * Shape::scales, std::integral_constant<int, Shape::scales>{});
+  for (int c = 0; c < Shape::tiles; ++c)
+    copy(shared_scales + c * Shape::tile_scales, scales + c * Shape::scales, std::integral_constant<int, Shape::scales>{});
   if constexpr (WEIGHTS_IN_REGISTERS)
 #pragma unroll
     for (int i = 0; i < kProducts / 2; ++i) register_weights[i] = weights[i * Shape::lanes + weight_lane];
-  if (reader < Shape::padded / 2) {
-    float4* to = shared_scales + forced_pair / (COLUMNS / 2) * Shape::tile_scales + Shape::scales + forced_pair % (COLUMNS / 2);
+  if (reader < COLUMNS / 2) {
+    float4* to = shared_scales + forced_pair / kPairs * Shape::tile_scales + Shape::scales + forced_pair % kPairs;
     __half* scores = p.scores + static_cast<int64_t>(static_cast<uint32_t>(row) * p.capacity) * columns + first_column + 2 * forced_pair;
     reinterpret_cast<ColumnPair&>(*to) = {{forced.x * -kLog2E, forced.y * -kLog2E}, scores};
-    to[COLUMNS / 2] = make_float4(kMagic, kMagic, kMagic, kMagic);
+    to[kPairs] = make_float4(kMagic, kMagic, kMagic, kMagic);
   }
 
-  // Values of this lane: (column tile, page half, column) for 8 columns; two columns of one page for 4.
-  constexpr int kValues = COLUMNS == 8 ? 4 : 2, kAll = TILES * kValues;
+  // Values of this lane: (page half, column) for 8 columns; two columns of one page for 4.
+  constexpr int kAll = COLUMNS == 4 ? 2 : 4;
   const bool low = q < 2;
-  const int column_pair = COLUMNS == 8 ? q : q & 1;
+  const int column_pair = COLUMNS == 4 ? q & 1 : q;
   if (lane == 0) constants.entries = entries, constants.records = p.records + head * sketch::record_bytes;
   if (lane == 0) constants.partials = p.partials + (static_cast<int64_t>(row) * p.chunks + chunk) * columns + first_column;
   wait_copies();
   if constexpr (share) __syncthreads();
   else __syncwarp();
-  float mass[TILES][2] = {};
-  const float4* lane_scales = shared_scales + column_pair;
+  float mass[2] = {};
+  const int column_tile = PAIRS ? warp % Shape::tiles : 0;
+  const float4* lane_scales = shared_scales + column_tile * Shape::tile_scales + column_pair;
 
-  int tiles = __shfl_sync(~0u, ceil_div(ceil_div(pages, kTilePages) - chunk, p.chunks), 0);
-  if (share && tiles == 0) return;
+  int tiles = __shfl_sync(~0u, ceil_div(ceil_div(pages, kTilePages) - first_tile, p.chunks * kTiles), 0);
+  if (share && !PAIRS && tiles == 0) return;
   for (; tiles > 0; --tiles) {
     asm volatile("" ::: "memory");  // or the weights in shared memory are hoisted into registers
-    int sum[TILES][kModes][4];
-    const int4 start = reinterpret_cast<const int4&>(lane_scales[Shape::scales + COLUMNS / 2]);
-    uint4 fragment[TILES][kProducts / 2];
+    int sum[kModes][4];
+    const int4 start = reinterpret_cast<const int4&>(lane_scales[Shape::scales + kPairs]);
+    uint4 fragment[kProducts / 2];
     auto product = [&](auto which) {
       constexpr int i = decltype(which)::value;
       constexpr SketchProduct o = kSketchProgram.product[i];
       constexpr uint32_t mask = 0x03030303u << (2 * o.position);
-#pragma unroll
-      for (int c = 0; c < TILES; ++c) {
-        if constexpr (WEIGHTS_IN_REGISTERS) fragment[c][i / 2] = register_weights[i / 2];
-        else if constexpr (i % 2 == 0) fragment[c][i / 2] = shared_weights[c * Shape::vectors + i / 2 * Shape::lanes + weight_lane];
-        multiply<o.first>(sum[c][o.mode], start, component<o.word % 4>(record[0][o.word / 4]) & mask, component<o.word % 4>(record[1][o.word / 4]) & mask,
-                          component<o.word % 4 + 1>(record[0][o.word / 4]) & mask, component<o.word % 4 + 1>(record[1][o.word / 4]) & mask,
-                          component<2 * (i % 2)>(fragment[c][i / 2]), component<2 * (i % 2) + 1>(fragment[c][i / 2]));
-      }
+      if constexpr (WEIGHTS_IN_REGISTERS) fragment[i / 2] = register_weights[i / 2];
+      else if constexpr (i % 2 == 0) fragment[i / 2] = shared_weights[column_tile * Shape::vectors + i / 2 * Shape::lanes + weight_lane];
+      multiply<o.first>(sum[o.mode], start, component<o.word % 4>(record[0][o.word / 4]) & mask, component<o.word % 4>(record[1][o.word / 4]) & mask,
+                        component<o.word % 4 + 1>(record[0][o.word / 4]) & mask, component<o.word % 4 + 1>(record[1][o.word / 4]) & mask,
+                        component<2 * (i % 2)>(fragment[i / 2]), component<2 * (i % 2) + 1>(fragment[i / 2]));
     };
     // Value of a mode, scaled for the inverse transform, in units of log2; mode 0, which has no part in it, in nats.
     auto mode_value = [&](int mode, float (&z)[kAll]) {
-#pragma unroll
-      for (int c = 0; c < TILES; ++c) {
-        const float4 s = lane_scales[c * Shape::tile_scales + mode * (COLUMNS / 2)];
-        const auto& a = sum[c][mode];
-        if constexpr (COLUMNS == 8) {
-          z[c * 4 + 0] = fmaf(__int_as_float(a[0]), s.x, s.z), z[c * 4 + 1] = fmaf(__int_as_float(a[1]), s.y, s.w);
-          z[c * 4 + 2] = fmaf(__int_as_float(a[2]), s.x, s.z), z[c * 4 + 3] = fmaf(__int_as_float(a[3]), s.y, s.w);
-        } else {
-          z[0] = fmaf(__int_as_float(low ? a[0] : a[2]), s.x, s.z), z[1] = fmaf(__int_as_float(low ? a[1] : a[3]), s.y, s.w);
-        }
+      const float4 s = lane_scales[mode * kPairs];
+      const auto& a = sum[mode];
+      if constexpr (COLUMNS == 4) {
+        z[0] = fmaf(__int_as_float(low ? a[0] : a[2]), s.x, s.z), z[1] = fmaf(__int_as_float(low ? a[1] : a[3]), s.y, s.w);
+      } else {
+        z[0] = fmaf(__int_as_float(a[0]), s.x, s.z), z[1] = fmaf(__int_as_float(a[1]), s.y, s.w);
+        z[2] = fmaf(__int_as_float(a[2]), s.x, s.z), z[3] = fmaf(__int_as_float(a[3]), s.y, s.w);
       }
     };
     float even[kAll][8], mean[kAll], total[kAll];
@@ -280,64 +282,71 @@ __global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const _
 #pragma unroll
     for (int v = 0; v < kAll; ++v) score[v] = fmaf(fminf(log2_fast(total[v]), 128.f), kLn2, mean[v]);
     const int page = own_page & ~8;
-    auto finish = [&](int half, int c, float x, float y) {
+    auto finish = [&](int half, float x, float y) {
       // NaN becomes the largest score here and in the sums: a broken estimate may cost time, never quality.
       __half2 h = __floats2half2_rn(x, y);
       h = __hmax2(__hmin2(h, __float2half2_rn(60000.f)), __float2half2_rn(-60000.f));
-      const ColumnPair& of = reinterpret_cast<const ColumnPair&>(lane_scales[c * Shape::tile_scales + Shape::scales]);
+      const ColumnPair& of = reinterpret_cast<const ColumnPair&>(lane_scales[Shape::scales]);
       const bool written = page + 8 * half < pages;
       if (written) store_scores(element(of.scores, page, columns * sizeof(__half)) + 8 * half * columns, h);
       constexpr float cap = 83.f * kLog2E;
       const float mx = exp2_fast(fminf(fmaf(x, kLog2E, of.minus_forced[0]), cap)), my = exp2_fast(fminf(fmaf(y, kLog2E, of.minus_forced[1]), cap));
-      if (written && page + 8 * half >= p.sink_pages) mass[c][0] += mx, mass[c][1] += my;
+      if (written && page + 8 * half >= p.sink_pages) mass[0] += mx, mass[1] += my;
     };
-#pragma unroll
-    for (int c = 0; c < TILES; ++c) {
-      if constexpr (COLUMNS == 8) {
-        finish(0, c, score[4 * c], score[4 * c + 1]);
-        finish(1, c, score[4 * c + 2], score[4 * c + 3]);
-      } else {
-        finish(low ? 0 : 1, 0, score[0], score[1]);
-      }
+    if constexpr (COLUMNS == 4) {
+      finish(low ? 0 : 1, score[0], score[1]);
+    } else {
+      finish(0, score[0], score[1]);
+      finish(1, score[2], score[3]);
     }
     own_page += stride;
   }
   wait_copies();  // the last one is not used
+  float* warp_mass = reinterpret_cast<float*>(constants.entry);  // of a warp's columns, for the CTA
+  if constexpr (PAIRS) __syncwarp();
 #pragma unroll
-  for (int c = 0; c < TILES; ++c)
+  for (int i = 0; i < 2; ++i) {
+    float m = mass[i];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float m = mass[c][i];
+    for (int x = Shape::own / 2; x < 32; x <<= 1) m += __shfl_xor_sync(~0u, m, x);
+    if (lane < Shape::own / 2) (PAIRS ? warp_mass : constants.partials)[2 * column_pair + i] = m;
+  }
+  if constexpr (PAIRS) {
+    __syncthreads();
+    if (threadIdx.x >= COLUMNS) return;
+    float m = 0.f;
 #pragma unroll
-      for (int x = COLUMNS == 8 ? 4 : 2; x < 32; x <<= 1) m += __shfl_xor_sync(~0u, m, x);
-      if (lane < COLUMNS / 2) constants.partials[c * COLUMNS + 2 * column_pair + i] = m;
-    }
+    for (int i = lane / Shape::own; i < Shape::warps; i += Shape::tiles)
+      m += reinterpret_cast<const float*>(reinterpret_cast<const WarpConstants*>(shared)[i].entry)[lane % Shape::own];
+    constants.partials[lane] = m;
+  }
 }
 
-template <int COLUMNS, int TILES, bool WEIGHTS_IN_REGISTERS, int CTAS, bool BLOCKED, bool TOGETHER>
+template <int COLUMNS, int CTAS, bool TOGETHER>
 cudaError_t launch_score(const ScoreArguments& p, int flags, cudaStream_t stream) {
-  const int64_t warps = static_cast<int64_t>(p.requests) * p.heads * p.chunks * p.live_blocks;
-  return launch(score_sketch_kernel<COLUMNS, TILES, WEIGHTS_IN_REGISTERS, CTAS, BLOCKED, TOGETHER>,
-                dim3(static_cast<unsigned>((warps + kWarps - 1) / kWarps)), kWarps * 32,
-                ScoreShape<COLUMNS, TILES, WEIGHTS_IN_REGISTERS>::bytes(TOGETHER), stream, flags, p);
+  using Shape = ScoreShape<COLUMNS>;
+  const int64_t rows = static_cast<int64_t>(p.requests) * p.heads * p.chunks;
+  const int64_t ctas = Shape::pairs ? rows * p.live_blocks : (rows + kWarps - 1) / kWarps;
+  return launch(score_sketch_kernel<COLUMNS, CTAS, TOGETHER>, dim3(static_cast<unsigned>(ctas)), Shape::warps * 32, Shape::bytes(TOGETHER), stream, flags,
+                p);
 }
 
-// CTAs per multiprocessor of the variant for 4 and 8 columns: measured best. More columns are warps of their own, eight each: two tiles of columns in
+// CTAs per multiprocessor of the variant for 4 and 8 columns: measured best. 16 columns have as many warps, eight columns each: two tiles of columns in
 // one warp share the digits of a record, but take all registers, and with two warps on a scheduler the exponentials and the rest do not overlap.
-constexpr int resident_ctas(int padded) { return padded == 4 ? 3 : 4; }
-constexpr int kWarpColumns = 8;
+constexpr int resident_ctas(int padded) { return padded == 4 ? 3 : padded == 8 ? 4 : 16 / kPairedWarps; }
 
 }  // namespace
 }  // namespace kvskim
 
-// Chunks that the tiles of a (request, kv head) are dealt to, one warp each: as many as give one full wave of warps. Where it costs few of them a multiple
-// of a CTA's warps, which then share the weights of the head.
+// Chunks that the tiles of a (request, kv head) are dealt to: as many as give one full wave. Up to 8 columns one warp each, and where it costs few of
+// them a multiple of a CTA's warps, which then share the weights of the head. With more a CTA each.
 extern "C" int kvskim_score_sketch_chunks(int requests, int heads, int padded, int capacity, int multiprocessors) {
   using namespace kvskim;
-  const int64_t warps = static_cast<int64_t>(multiprocessors) * resident_ctas(padded) * kWarps;
-  const int64_t rows = static_cast<int64_t>(requests) * heads * (padded > kWarpColumns ? padded / kWarpColumns : 1);
-  int64_t share = rows > 0 ? warps / rows : 1, most = ceil_div(capacity, kTilePages);
-  if (padded <= kWarpColumns && share >= 8 * kWarps) share -= share % kWarps, most = (most + kWarps - 1) / kWarps * kWarps;
+  const bool blocks = padded >= kBlockColumns;
+  const int64_t wave = static_cast<int64_t>(multiprocessors) * resident_ctas(padded) * (blocks ? 1 : kWarps);
+  const int64_t rows = static_cast<int64_t>(requests) * heads * (blocks ? padded / kBlockColumns : 1);
+  int64_t share = rows > 0 ? wave / rows : 1, most = ceil_div(capacity, kTilePages);
+  if (!blocks && share >= 8 * kWarps) share -= share % kWarps, most = (most + kWarps - 1) / kWarps * kWarps;
   return static_cast<int>(share < 1 || most < 1 ? 1 : share < most ? share : most);
 }
 
@@ -352,20 +361,19 @@ extern "C" int kvskim_score_sketch(const void* records, const void* block_table,
   if (group < 1 || group > kLargestGroup || chunks < 1 || window_pages < 1 || sink_pages < 0) return cudaErrorInvalidValue;
   if (static_cast<int64_t>(requests) * heads * capacity >= (1LL << 32)) return cudaErrorInvalidValue;
   const int padded = padded_group(group), blocks = column_blocks(group);
-  const int parts = padded < kBlockColumns ? 1 : kBlockColumns / kWarpColumns;  // of a block of columns, for a warp each
-  if (static_cast<int64_t>(requests) * heads * chunks * blocks * parts >= (1LL << 31)) return cudaErrorInvalidValue;
+  if (static_cast<int64_t>(requests) * heads * chunks * blocks >= (1LL << 31)) return cudaErrorInvalidValue;
   const uint8_t* scales = static_cast<const uint8_t*>(weights) + static_cast<int64_t>(requests) * heads * blocks * padded * kWeightBytes;
   const ScoreArguments p{static_cast<const uint8_t*>(records), static_cast<const int*>(block_table), block_table_stride,
                          static_cast<const int*>(seq_lens), static_cast<const uint8_t*>(weights), reinterpret_cast<const float4*>(scales),
                          static_cast<const float*>(forced), static_cast<__half*>(scores), static_cast<float*>(partials),
-                         blocks * parts, ceil_div(group, kBlockColumns) * parts, requests, heads, capacity, chunks, page_shift, sink_pages, window_pages,
+                         blocks, ceil_div(group, kBlockColumns), requests, heads, capacity, chunks, page_shift, sink_pages, window_pages,
                          full_pages, (flags & kRecordsSettled) != 0};
   const auto s = static_cast<cudaStream_t>(stream);
+  if (padded == kBlockColumns) return launch_score<kBlockColumns, resident_ctas(kBlockColumns), true>(p, flags, s);
   const auto launch_columns = [&](auto together) {
     constexpr bool TOGETHER = decltype(together)::value;
-    if (padded == 4) return launch_score<4, 1, true, resident_ctas(4), false, TOGETHER>(p, flags, s);
-    return launch_score<8, 1, false, resident_ctas(8), false, TOGETHER>(p, flags, s);
+    if (padded == 4) return launch_score<4, resident_ctas(4), TOGETHER>(p, flags, s);
+    return launch_score<8, resident_ctas(8), TOGETHER>(p, flags, s);
   };
-  if (padded > kWarpColumns) return launch_score<8, 1, false, resident_ctas(16), true, false>(p, flags, s);
   return chunks % kWarps ? launch_columns(std::false_type{}) : launch_columns(std::true_type{});
 }

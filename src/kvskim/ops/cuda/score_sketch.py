@@ -42,7 +42,7 @@ def weight_bytes(requests: int, heads: int, group: int) -> int:
 
 
 def chunk_count(requests: int, heads: int, padded_group: int, page_capacity: int, multiprocessors: int) -> int:
-    """Warps that share the pages of a (request, kv head): the ``chunks`` dimension of ``partials``."""
+    """Warps, or CTAs, that share the pages of a (request, kv head): the ``chunks`` dimension of ``partials``."""
     return _chunks(requests, heads, padded_group, page_capacity, multiprocessors)
 
 

@@ -32,8 +32,8 @@ constexpr long long FRACTION_SLACK = 1 << 20;
 // Up to so many pages one block is faster alone than with others, and fewer than so many are not worth a block of a cluster.
 constexpr int PAGES_ALONE = 2048;
 constexpr int LEAST_PAGES = 1024;
-// Of more columns than 16 so many pages fewer: they take as much longer.
-__host__ __device__ constexpr int pages_of(int pages, int columns) { return columns <= 16 ? pages : pages * 16 / columns; }
+// Of 16 columns half as many, of more so many fewer: they take as much longer.
+__host__ __device__ constexpr int pages_of(int pages, int columns) { return columns < 16 ? pages : columns == 16 ? pages / 2 : pages * 16 / columns; }
 
 struct Parameters {
     const __half* scores;    // [requests, heads, page_capacity, padded group]
@@ -164,7 +164,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) select_kernel(const __grid_
     // This block's pages, and within them each warp's: both contiguous, so that page order is rank, warp, iteration, lane.
     int per_block = candidates;
     if (p.cluster > 1) {
-        per_block = (max((candidates + p.cluster - 1) / p.cluster, LEAST) + 31) / 32 * 32;
+        const int least = GROUP == 16 && candidates <= 2 * LEAST ? 2 * LEAST : LEAST;  // no exchange for so few
+        per_block = (max((candidates + p.cluster - 1) / p.cluster, least) + 31) / 32 * 32;
         per_block = min(per_block, p.block_capacity);
         place.active = (candidates + per_block - 1) / per_block;
         if (place.rank >= place.active) {
