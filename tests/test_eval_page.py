@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from kvskim.errors import KvskimError
 from kvskim.eval.answers import Answer, Scored
 from kvskim.eval.fidelity import Measured, by_text, joined
-from kvskim.eval.quality_page import MARK, fidelity_section, page, paired, ruler_section, without_answers
+from kvskim.eval.quality_page import MARK, fidelity_section, made_by, page, paired, ruler_section, without_answers
+from kvskim.eval.ruler.join import join_runs
 from kvskim.eval.ruler.run import with_tables
 
 ABOUT = dict(command="kvskim eval x", date="day", device="a GPU", torch="2", dtype="float32", layers=3, kv_heads=2, head_dim=64, seconds=12.3)
@@ -47,7 +49,72 @@ def test_a_section_of_ruler():
     assert "| sketch | 64 tokens | 50.0 | 50.0 | 50.0 |" in text
     assert "| rki4 | 64 tokens |" not in text
     assert "sketch minus rki4, in points: 64 tokens 12.5 [" in text
-    assert "minus oracle" not in text
+    assert "rki4 minus full, in points: 64 tokens -62.5 [" in text
+    assert "oracle" not in text
+
+
+def run_of(seeds, samples, scores, contexts=(4096,), command="kvskim eval ruler Tiny", **about):
+    """A result in which the sketch has, of `vt`, one of ``scores`` in each context for each sample, by its number among the seeds."""
+    rows = [
+        {**row("vt", number, method, setting, score).as_dict(), "context_tokens": context}
+        for context in contexts for number, mine in scores.items() for method, setting, score in (("full", "all", 1.0), ("sketch", "64 tokens", mine))
+    ]
+    found = dict(tasks=["vt"], contexts=list(contexts), seeds=list(seeds), samples=samples, time_limit=0.0, heads=2, answers=rows)
+    return {**ABOUT, "command": command, **found, **about}
+
+
+def test_runs_with_other_seeds_are_one_table():
+    first, second = run_of([0, 1], 3, {0: 1.0, 3: 0.0}), run_of([2], 5, {0: 0.25, 4: 0.75}, (4096, 8192), device="another GPU")
+    whole = with_tables(join_runs([("a", first), ("b", second)]))
+    assert {row["sample"] for row in whole["answers"]} == {0, 5, 10, 14}
+    assert whole["counts"] == {"4096": {"vt": 4}, "8192": {"vt": 2}}
+    (_, short), (_, long) = whole["tables"]["4096"], whole["tables"]["8192"]
+    assert (short["score"]["mean"], long["score"]["mean"]) == (0.5, 0.5)
+    assert short["score"]["low"] < 0.5
+    assert (whole["seeds"], whole["contexts"]) == ([0, 1, 2], [4096, 8192])
+    text = ruler_section("Tiny", whole, "sketch", "rki4")
+    assert "day: a GPU, torch 2, float32, 3 layers, 2 kv heads, head dim 64; 12 s. 2 samples.\n\n`kvskim eval ruler Tiny`, day: another GPU," in text
+    assert "; 12 s. 4 samples.\n\n### Tiny, 4096 tokens\n\n4 samples, 4 of each task" in text
+
+
+def test_a_sample_that_two_runs_have_counts_once():
+    first, second = run_of([0], 9, {0: 1.0, 1: 0.0}), run_of([0, 1], 4, {1: 1.0, 2: 0.5, 4: 0.5})
+    whole = with_tables(join_runs([("a", first), ("b", second)]))
+    assert whole["counts"] == {"4096": {"vt": 4}}
+    # Sample 1 as the first run answered it.
+    assert whole["tables"]["4096"][1]["score"]["mean"] == 0.5
+    assert made_by(whole).endswith("12 s. 2 samples; 1 more are in a run above too, and count as answered there.")
+    with pytest.raises(KvskimError, match=r"^c has no sample that the files before it don't have: .*--first-seed 2\)$"):
+        join_runs([("a", first), ("b", second), ("c", run_of([0], 2, {0: 0.0, 1: 0.0}))])
+    with pytest.raises(KvskimError, match=r"^b is of another model than a, kv_heads 5 and not 2"):
+        join_runs([("a", first), ("b", run_of([7], 1, {0: 0.0}, kv_heads=5))])
+
+
+def test_the_command_joins_files_of_one_name(tmp_path, monkeypatch, capsys):
+    several = "kvskim eval ruler Tiny --samples 2 --selectors full,sketch --budgets 64 --device cuda --first-seed 3 --time-limit 9 --json b.json"
+    runs = dict(
+        a=run_of([0], 2, {0: 1.0}, command="kvskim eval ruler Tiny --budgets 64 --selectors full,sketch --rule budget,threshold"),
+        b=run_of([3], 2, {0: 0.5}, command=several), c=run_of([4], 2, {0: 0.0}, command=several + " --limit 8"),
+        d=run_of([4], 2, {0: 0.0}, command=several.replace("Tiny", "Other")), e=run_of([4], 2, {0: 0.0}, command="python x.py"),
+        f=run_of([4], 2, {0: 0.0}, command=several + " --no-such 1"),
+    )
+    for name, result in runs.items():
+        (tmp_path / name).write_text(json.dumps(result), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    code, shown = run(monkeypatch, capsys, "--ruler", "T=a", "--ruler", "Alone=c", "--ruler", "T=b", "--json", "q.json")
+    assert code == 0
+    assert "## RULER, T\n" in shown.out
+    kept = json.loads((tmp_path / "q.json").read_text(encoding="utf-8"))["ruler"]
+    assert {name: result["tables"]["4096"][1]["score"]["mean"] for name, result in kept.items()} == {"T": 0.75, "Alone": 0.0}
+    assert [made["command"] for made in kept["T"]["runs"]] == [runs["a"]["command"], several]
+    for file, words in (
+        ("c", "c was made with --limit 8, a with --limit 0: give it a name of its own"), ("d", "d was made with the model Other, a with the model Tiny"),
+        ("e", "e can't be joined with another file: its command is none of"), ("f", "f can't be joined with another file"),
+    ):
+        code, shown = run(monkeypatch, capsys, "--ruler", "T=a", "--ruler", f"T={file}")
+        assert code == 2
+        assert words in shown.err
+        assert shown.err.strip().count("\n") == 0
 
 
 def fidelity_result(settings=("64 tokens", "threshold 0.007")):

@@ -333,6 +333,25 @@ def test_an_adapter_that_does_not_fit_is_refused(folder, tmp_path):
         low_rank.attach(low_rank.load_base(folder, dtype=torch.bfloat16), 10000, 2)
 
 
+def test_the_shipped_adapter_fits_the_model_and_the_defaults_of_the_recipe(folder, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = Path(FOLDER) / "adapter.safetensors"
+    tensors, metadata = low_rank.read_adapter(path)
+    recipe = training.parse(["--model", folder, "--output", str(tmp_path)])
+    assert metadata == dict(base="SmolLM2-135M-Instruct", rope_theta=str(recipe.theta), max_position_embeddings=str(recipe.longest), fraction="1.0000")
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    # Raises where names or shapes differ.
+    low_rank.load_into(low_rank.attach(model, recipe.rank, recipe.mlp_rank), tensors)
+    assert path.stat().st_size < low_rank.LARGEST_ADAPTER
+    assert all(tensor.dtype == torch.bfloat16 and tensor.isfinite().all() and tensor.any() for tensor in tensors.values())
+
+
 def test_fused_norms_are_the_norms_of_the_model(folder):
     model = low_rank.load_base(folder, dtype=torch.float32)
     ids = torch.randint(3, 1200, (1, 64), generator=torch.Generator().manual_seed(1))

@@ -161,13 +161,16 @@ def test_the_command(edges, tmp_path, monkeypatch, capsys):
     model = lookup_model()
     monkeypatch.setattr("kvskim.cli_eval._load", lambda *arguments: model)
     arguments = ["ruler", "demo", "--tasks", "kv_recall", "--contexts", "512,600", "--samples", "1", "--selectors", "full,oracle,edges", "--budgets", "64",
-                 "--rule", "budget", "--calibration", "prompt", "--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
+                 "--rule", "budget", "--calibration", "prompt", "--seeds", "2", "--first-seed", "3",
+                 "--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
     monkeypatch.setattr("sys.argv", ["kvskim", "eval", *arguments])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 0
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["tables"]["600"][1]["score"]["mean"] == 1.0
+    assert result["seeds"] == [3, 4]
+    assert result["counts"]["600"] == {"kv_recall": 2}
     page = (tmp_path / "r.md").read_text()
     assert page.startswith("# RULER\n\nMade by `kvskim eval ruler demo --tasks kv_recall")
     assert "| oracle | 100.0 [100.0, 100.0] |" in page
@@ -177,6 +180,7 @@ def test_the_command(edges, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--tasks", "niah"], "--tasks names 'niah'; the tasks are"), (["--contexts", "12"], "--contexts is '12'; it must be a comma list of whole numbers"),
     (["--contexts", "1k"], "--contexts is '1k'"), (["--samples", "0"], "--samples is 0"), (["--seeds", "-1"], "--seeds is -1"),
+    (["--first-seed", "-1"], "--first-seed is -1; it must be at least 0"),
     (["--budgets", "17"], "--budgets has '17'"), (["--selectors", "no"], "--selectors names 'no'"), (["--rule", "no"], "--rule has 'no'"),
     (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: the folder"), (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: the folder"),
     (["--dtype", "int3"], "--dtype is 'int3'"), (["--device", "tpu"], "--device is 'tpu'"), (["--chat", "maybe"], "--chat is 'maybe'"),

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -61,3 +62,20 @@ def test_an_installed_wheel_needs_no_compiler(wheel: Path, tmp_path: Path) -> No
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == site / f"{PREBUILT}.so"
+
+
+def test_the_source_archive_has_the_recipe_without_its_adapter(tmp_path: Path) -> None:
+    tree, recipe = tmp_path / "tree", Path("benchmarks") / "long-smollm"
+    (tree / "src" / "kvskim").mkdir(parents=True)
+    shutil.copy(ROOT / "src" / "kvskim" / "__init__.py", tree / "src" / "kvskim")
+    shutil.copytree(ROOT / recipe, tree / recipe)
+    (tree / recipe / "adapter.safetensors").write_bytes(b"weights")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE", ".gitignore"):
+        shutil.copy(ROOT / name, tree / name)
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path / "dist")]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(next((tmp_path / "dist").glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {str(recipe / "train.py"), str(recipe / "merge.py"), "NOTICE"} <= names
+    assert not [name for name in names if name.endswith(".safetensors")]

@@ -32,7 +32,7 @@ NOTHING, LANGUAGE, ANSWER, FIRST_ANSWER, END = range(5)
 LANGUAGE_TOKENS = 1 / 32
 """Share of the context's tokens that are learnt as text, so that the model does not forget to write."""
 HELD_OUT_SEED = 1_000_003
-"""Seed of the samples that are measured during the training. `kvskim eval ruler` counts its seeds from 0."""
+"""Seed of the samples that are measured during the training. `kvskim eval ruler` counts its seeds from `--first-seed`, 0 unless it is given."""
 TOKENS_PER_QUESTION = 256
 MOST_QUESTIONS = 48
 NEEDLE_TASKS = tuple(f"niah_{name}" for name in ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multivalue", "multiquery"))

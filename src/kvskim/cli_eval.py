@@ -179,6 +179,7 @@ def ruler(
     contexts: Annotated[str, typer.Option(help="Comma list of context lengths in tokens, prompt and answer together.")] = "4096",
     samples: Annotated[int, typer.Option(help="Samples of each task, context and seed.")] = 20,
     seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 1,
+    first_seed: Annotated[int, typer.Option(help="First of them: runs with other seeds have other samples, and `kvskim eval page` joins them.")] = 0,
     selectors: SelectorsOption = DEFAULT_METHODS,
     rule: RulesOption = "budget,threshold",
     budgets: BudgetsOption = "128,256,512",
@@ -210,7 +211,7 @@ def ruler(
     chosen = check_tasks(named, list(TASKS)) if named else list(RULER_TASKS)
     lengths = _whole_numbers(contexts, "--contexts", SHORTEST, LONGEST)
     methods, settings = _compared(selectors, rule, budgets, tau, coverage)
-    _check_least(("--samples", samples, 1), ("--seeds", seeds, 1), ("--workers", workers, 1), ("--limit", limit, 0))
+    _check_least(("--samples", samples, 1), ("--seeds", seeds, 1), ("--first-seed", first_seed, 0), ("--workers", workers, 1), ("--limit", limit, 0))
     _check_time_limit(time_limit)
     check_outputs(json_path, markdown_path, plot_path)
     loaded = _load(model, device, dtype)
@@ -223,8 +224,9 @@ def ruler(
         answered = partial(run_jobs, Setup(worker, arguments), device=device, workers=workers)
     machine = {**_machine(loaded), "limit": limit, "calibration": calibration}
     result, tables = run_ruler(
-        answered, tasks=chosen, contexts=lengths, samples=samples, seeds=range(seeds), heads=len(loaded.sparse_layers) * loaded.num_kv_heads,
-        time_limit=time_limit, log=_log(), save=lambda result: _write_json({**machine, **result}, json_path),
+        answered, tasks=chosen, contexts=lengths, samples=samples, seeds=range(first_seed, first_seed + seeds),
+        heads=len(loaded.sparse_layers) * loaded.num_kv_heads, time_limit=time_limit, log=_log(),
+        save=lambda result: _write_json({**machine, **result}, json_path),
     )
     _write({**machine, **result}, tables, "RULER", json_path, markdown_path)
     if plot_path is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvskim.eval.answers import Scored, scored_of
+from kvskim.eval.answers import ALL_PAGES, Scored, scored_of
 from kvskim.eval.methods import FULL
 from kvskim.eval.ruler.run import counted
 from kvskim.eval.score_table import cells_of, means_markdown, tasks_markdown
@@ -31,7 +31,7 @@ def ruler_section(name: str, result: Mapping[str, Any], default: str, compared: 
 
     Args:
         name: of the model.
-        result: as `kvskim.eval.ruler.run.run_ruler` gives it.
+        result: as `kvskim.eval.ruler.run.run_ruler` gives it, or several as `kvskim.eval.ruler.join.join_runs` joins them.
         default: label of the method whose scores are given by task.
         compared: label of the method that ``default`` is compared with, question by question.
     """
@@ -41,8 +41,8 @@ def ruler_section(name: str, result: Mapping[str, Any], default: str, compared: 
         cells = cells_of(numbers)
         by_task = [cell for cell in cells if cell.method in (FULL, default)]
         out += [f"### {name}, {context} tokens", "", counted(result["counts"][context]), "", means_markdown(cells), tasks_markdown(by_task)]
-        out += differences(f"{default} minus {compared}", paired(rows, int(context), default, compared))
-        out += differences(f"{default} minus {ORACLE}", paired(rows, int(context), default, ORACLE))
+        for method, other in ((compared, FULL), (ORACLE, FULL), (default, compared), (default, ORACLE)):
+            out += differences(f"{method} minus {other}", paired(rows, int(context), method, other))
     return "\n".join(out)
 
 
@@ -54,14 +54,14 @@ def differences(what: str, found: Mapping[str, Interval]) -> list[str]:
 
 
 def paired(rows: Sequence[Scored], context: int, method: str, other: str) -> dict[str, Interval]:
-    """Mean score of ``method`` minus that of ``other`` at every setting that both have, paired by sample; mean of task means."""
+    """Mean score of ``method`` minus that of ``other`` at every setting that both have, paired by sample; mean of task means. Full attention has them all."""
     scores: dict[tuple[str, str], dict[tuple[str, int], list[float]]] = {}
     for row in rows:
         if row.context_tokens == context:
             scores.setdefault((row.answer.method, row.answer.setting), {}).setdefault((row.task, row.sample), []).append(row.score)
     out = {}
     for (label, setting), mine in scores.items():
-        theirs = scores.get((other, setting))
+        theirs = scores.get((other, ALL_PAGES if other == FULL else setting))
         if label == method and theirs is not None:
             by_task: dict[str, list[float]] = {}
             for place, values in mine.items():
@@ -110,11 +110,16 @@ def _kl_text(found: Mapping[tuple[str, str, str], Any], texts: Sequence[str], me
 
 
 def made_by(result: Mapping[str, Any]) -> str:
-    """The command that gave a result, and where it ran."""
-    return (
+    """The command that gave a result, and where it ran; of joined results, one paragraph for each."""
+    if "runs" in result:
+        return "\n\n".join(made_by({**{key: value for key, value in result.items() if key != "runs"}, **run}) for run in result["runs"])
+    text = (
         f"`{result['command']}`, {result['date']}: {result['device']}, torch {result['torch']}, {result['dtype']}, {result['layers']} layers, "
         f"{result['kv_heads']} kv heads, head dim {result['head_dim']}; {result['seconds']:.0f} s."
     )
+    if "added" in result:
+        text += f" {result['added']} samples" + (f"; {result['known']} more are in a run above too, and count as answered there." if result["known"] else ".")
+    return text
 
 
 def without_answers(result: Mapping[str, Any]) -> dict[str, Any]:
