@@ -16,6 +16,7 @@ differs from itself.
 """
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from common import MODES, engine, parser, table, text_ids
 
@@ -24,7 +25,7 @@ from kvskim.engines.vllm.check import ALL_PAGES, compare, has_latent_attention, 
 TIES = {"bfloat16": 0.26, "float16": 0.04}
 ABSORBED = {"max_num_batched_tokens": 512}
 """Of the second dense engine of a latent model: `FlashAttnMLAMetadataBuilder.reorder_batch_threshold` of vLLM."""
-GRAPHS = {"eager": "NONE", "piecewise": "PIECEWISE", "full": "FULL_AND_PIECEWISE"}
+GRAPHS = {"eager": "NONE", "piecewise": "PIECEWISE", "full": "FULL_AND_PIECEWISE", "decode": "FULL_DECODE_ONLY"}
 
 
 def main() -> int:
@@ -50,11 +51,16 @@ def main() -> int:
     for mode in a.modes.split(","):
         llm = engine(a.model, mode, block_size=a.block_size, enable_prefix_caching=True, dtype=a.dtype)
         common = dict(max_tokens=a.tokens, batches=(1, 16))
-        dense = run_engine(llm, prompts, settings=None, **common)
-        again = run_engine({**llm, **differently}, prompts, settings=None, max_tokens=a.tokens, batches=(16, 1))
-        sparse = run_engine(
-            llm, prompts, settings={**ALL_PAGES, "selector": a.settings, "kernels": a.kernels}, warm_prompt=warm, activity=True, **common
-        )
+        with ThreadPoolExecutor() as side_by_side:  # each engine is a process; most of its time is its start
+            engines = [
+                side_by_side.submit(run_engine, llm, prompts, settings=None, **common),
+                side_by_side.submit(run_engine, {**llm, **differently}, prompts, settings=None, max_tokens=a.tokens, batches=(16, 1)),
+                side_by_side.submit(
+                    run_engine, llm, prompts, settings={**ALL_PAGES, "selector": a.settings, "kernels": a.kernels}, warm_prompt=warm, activity=True,
+                    **common,
+                ),
+            ]
+            dense, again, sparse = (one.result() for one in engines)
         # The same prompts in the other order of batch sizes: how far FLASH_ATTN agrees with itself.
         swapped = dict(again, outputs=again["outputs"][a.prompts :] + again["outputs"][: a.prompts])
         itself = compare(dense, swapped)
