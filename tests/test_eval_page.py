@@ -86,6 +86,8 @@ def test_a_sample_that_two_runs_have_counts_once():
     assert made_by(whole).endswith("12 s. 2 samples; 1 more are in a run above too, and count as answered there.")
     with pytest.raises(KvskimError, match=r"^c has no sample that the files before it don't have: .*--first-seed 2\)$"):
         join_runs([("a", first), ("b", second), ("c", run_of([0], 2, {0: 0.0, 1: 0.0}))])
+    with pytest.raises(KvskimError, match=r"^b has no samples: its run was stopped before the first was answered; leave it out$"):
+        join_runs([("a", first), ("b", run_of([5], 2, {}))])
     with pytest.raises(KvskimError, match=r"^b is of another model than a, kv_heads 5 and not 2"):
         join_runs([("a", first), ("b", run_of([7], 1, {0: 0.0}, kv_heads=5))])
 

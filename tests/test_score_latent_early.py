@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -13,8 +15,9 @@ from mla_data import LATENT, ROTARY, make_latent_batch
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_a_query_that_is_joined_in_the_step_is_not_read_early(aligned, monkeypatch):
+    named = inspect.signature(getattr(cuda.prepare_sketch, "_init_fn", cuda.prepare_sketch)).bind
     batch, seen = make_latent_batch("sketch", [40, 70], group=16, dtype=torch.bfloat16), []
-    monkeypatch.setattr(cuda, "prepare_sketch", lambda *arguments: seen.append(arguments[17]))
+    monkeypatch.setattr(cuda, "prepare_sketch", lambda *arguments: seen.append(named(*arguments).arguments["flags"]))
     monkeypatch.setattr(cuda, "score_sketch", lambda *arguments: None)
     monkeypatch.setattr(score_module, "joined", lambda query, kernels: torch.cat([query.latent, query.rotary], -1))
     heads, columns = batch.query.shape[1], 16

@@ -152,6 +152,7 @@ def test_vllms_own_layer_and_builder_with_kvskim_in_them(monkeypatch, real):
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     from kvskim.engines.vllm import facts, probe
+    from kvskim.engines.vllm.mla_implementation import SkimMlaImpl
     from vllm import _custom_ops
 
     class Engine(MlaMiniEngine):
@@ -200,6 +201,20 @@ def test_vllms_own_layer_and_builder_with_kvskim_in_them(monkeypatch, real):
     monkeypatch.setattr(real, "get_flash_attn_version", lambda *_, **__: 3)
     monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda config: TorchPrefill)
     monkeypatch.setattr(_custom_ops, "concat_and_cache_mla", write_rows)
+    # Rows of decode steps are held back from the one call to the other.
+    held: dict[int, tuple] = {}
+    update, attend = SkimMlaImpl.do_kv_cache_update, mla_attention.MLAAttention.forward_impl
+
+    def updates(self, latent, rotary, *rest):
+        held[id(self)] = latent, rotary
+        update(self, latent, rotary, *rest)
+
+    def attends(self, query, latent, rotary, *rest, **more):
+        assert all(a.data_ptr() == b.data_ptr() for a, b in zip(held.pop(id(self.impl)), (latent, rotary), strict=True))
+        return attend(self, query, latent, rotary, *rest, **more)
+
+    monkeypatch.setattr(SkimMlaImpl, "do_kv_cache_update", updates)
+    monkeypatch.setattr(mla_attention.MLAAttention, "forward_impl", attends)
     with torch.inference_mode():
         engine = Engine({"selector": "rki4", "rule": "budget", "budget_pages": 6}, block_size=64)
         everything = Engine({"selector": "rki4", "rule": "budget", "budget": 1.0}, block_size=64)

@@ -95,8 +95,12 @@ def test_rows_that_wait_for_an_attention_that_does_not_come_are_an_error(monkeyp
     engine = MlaMiniEngine(FEW)
     request = Request(5)
     engine.step([(request, 100)])
-    monkeypatch.setattr(type(engine.layers[0]), "forward_impl", lambda *arguments, **more: None)
-    request.computed, step = 100, [(request, 1)]
-    engine.step(step)
+    step = [(request, 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.layers[0]), "forward_impl", lambda *arguments, **more: None)
+        engine.step(step)
+        for layer in engine.layers[1:]:
+            layer.impl._held = None
     with pytest.raises(RuntimeError, match=f"rows of {engine.layers[0].layer_name} were held back for the attention of a decode step"):
         engine.step(step)
+    engine.step([(Request(6), 50)])  # said once, and no later step fails for it

@@ -9,6 +9,7 @@ from tier_engine import PAGE_BYTES, VARIANTS, engine
 
 from kvskim.engines.vllm import support, tier
 from kvskim.errors import UnsupportedError
+from kvskim.tier.host_memory import affordable_blocks
 
 FEW = {"selector": "minmax", "rule": "budget", "budget_pages": 6}
 GIB = 2**30
@@ -251,3 +252,10 @@ def test_on_demand_a_refused_engine_keeps_full_attention():
         before = request.computed
         (outputs,) = e.step([(request, count)])
         torch.testing.assert_close(outputs[0], e.expected(request, 0, before, count), atol=2e-5, rtol=2e-5)
+
+
+def test_others_are_left_a_twentieth_of_the_host_memory_and_four_gib_at_least():
+    assert affordable_blocks(GIB, 400 * GIB, 1, None) == 380
+    assert affordable_blocks(GIB, 80 * GIB, 1, None) == 76
+    assert affordable_blocks(GIB, 40 * GIB, 2, None) == 18
+    assert affordable_blocks(GIB, 3 * GIB, 1, None) == 0

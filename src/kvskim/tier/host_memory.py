@@ -83,11 +83,12 @@ def affordable_blocks(block_bytes: int, available: int, workers: int, limit_gib:
 
     Args:
         block_bytes: of one worker.
-        available: bytes that all of them together can take, see `available_host_memory`; `SPARE` of it is left to others.
+        available: bytes that all of them together can take, see `available_host_memory`; a twentieth of it, and no less than `SPARE`, is left to others:
+            page-locked memory can't be taken back when programs that run already need more.
         workers: how many.
         limit_gib: most for each worker, or None.
     """
-    share = max(0, available - SPARE) // workers
+    share = max(0, available - max(SPARE, available // 20)) // workers
     return (share if limit_gib is None else min(share, int(limit_gib * GIB))) // block_bytes
 
 

@@ -94,8 +94,12 @@ class SkimMlaImpl(FlashAttnMLAImpl):
         self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, k_scale: Tensor
     ) -> None:
         """Write the latent rows, then the records of the pages that this completes; in a step of decode rows alone when attention has its queries."""
-        if self._held is not None:
-            raise RuntimeError(f"rows of {self._name()} were held back for the attention of a decode step, which did not follow")
+        held, self._held = self._held, None  # what a step that failed has left is no concern of those after the next
+        if held is not None:
+            assert self.skim_layer is not None
+            raise RuntimeError(
+                f"rows of {self.skim_layer.name} were held back for the attention of a decode step, which did not follow, or that step failed"
+            )
         write = partial(self._write, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
         alone = self.skim_layer is not None and kv_cache.numel() > 0 and decodes_alone(self.skim_layer.name)
         if alone:
@@ -114,9 +118,6 @@ class SkimMlaImpl(FlashAttnMLAImpl):
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
         if sparse is not None and kv_cache.numel() > 0:
             self.skim_state.keys_written(sparse, slot_mapping.flatten(), alone=alone)
-
-    def _name(self) -> str:
-        return "a dense layer" if self.skim_layer is None else self.skim_layer.name
 
     def forward_mha(
         self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, k_scale: Tensor, output: Tensor,

@@ -31,7 +31,8 @@ class StagedRows:
         block_table: int32 ``[R, columns]``, where the rows' blocks are.
         context_lens: int32 ``[R]``, tokens ahead of those of the step.
         starts: int32 ``[R + 1]``, first staged block of each row.
-        last_blocks: int64, last staged block of each row that has any: the only one with places behind the row's last token.
+        last_blocks: int64, last staged block of each row that has any: the only one with places behind the row's last token, because lengths on the
+            host are exact without speculative decoding.
         slots: int64, where in the staging cache each token of the step belongs.
         blocks: staged blocks.
         has_context: whether a row has tokens ahead of those of the step.

@@ -35,6 +35,8 @@ def join_runs(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
                 raise KvskimError(f"{file} is of another model than {first_file}, {key} {run[key]} and not {first[key]}: give it a name of its own")
         rows = [{**row, "sample": _number(run, row["sample"], seeds, samples)} for row in run["answers"]]
         here = {_place(row) for row in rows}
+        if not here:
+            raise KvskimError(f"{file} has no samples: its run was stopped before the first was answered; leave it out")
         if here <= known:
             raise KvskimError(f"{file} has no sample that the files before it don't have: join runs with other seeds (--first-seed {max(seeds) + 1})")
         answers += [row for row in rows if _place(row) not in known]

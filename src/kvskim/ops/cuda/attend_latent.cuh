@@ -12,14 +12,14 @@
 // read from shared memory.
 //
 // The CTAs of a thread-block cluster share a (request, kv head, block of heads). Each sends every other one its sums of 512 / cluster channels (rounded
-// up to four) by bulk copies between shared memories: nobody fences, and each waits for the bytes that it is to get; its own part stays where it is. Where
-// the pages are many, several clusters share them, and put their parts together through global memory.
+// up to four) by bulk copies between shared memories: no barrier of the cluster orders memory, and each waits for the bytes that it is to get; its own part
+// stays where it is. Where the pages are many, several clusters share them, and put their parts together through global memory.
 //
 // Every place of the ring belongs to one warp of logits (RING is a multiple of their number): a signal tells a phase only from the one
 // ahead of it, so who waits for a phase must have seen the one before.
 //
 // Shared memory: a row is stored with 16 bytes of padding, so the 8 rows of an ldmatrix phase lie in 8 different bank groups. RING = 4: 94 KiB, two CTAs
-// on a multiprocessor, up to 73 KiB under way each, no clusters; RING = 8: 207 KiB, one CTA, 146 KiB under way.
+// on a multiprocessor, up to 72 KiB under way each, no clusters; RING = 8: 210 KiB, one CTA, 144 KiB under way.
 #pragma once
 #include "attend_latent_merge.cuh"
 

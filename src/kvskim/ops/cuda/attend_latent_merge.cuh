@@ -145,7 +145,7 @@ __device__ __forceinline__ void put_latent_together(const LatentParameters& a, u
   uint32_t values = a.place_of(member, own), pairs = a.pair_of(member);
   keep_ready(values), keep_ready(pairs), keep_ready(to);
   received();
-  // Whole warps: lanes meet in the loop.
+  // Whole halves of warps, and whole warps where halved: these lanes meet in the loop.
   for (int i = first; i - static_cast<int>(threadIdx.x) % 16 < places; i += round) {
     if (i != first) {
       member = member_of(i), own = i - member * share;

@@ -32,7 +32,7 @@ constexpr long long FRACTION_SLACK = 1 << 20;
 // Up to so many pages one block is faster alone than with others, and fewer than so many are not worth a block of a cluster.
 constexpr int PAGES_ALONE = 2048;
 constexpr int LEAST_PAGES = 1024;
-// Of 16 columns half as many, of more so many fewer: they take as much longer.
+// Of 16 columns half as many, of more 16 / columns of them: they take longer.
 __host__ __device__ constexpr int pages_of(int pages, int columns) { return columns < 16 ? pages : columns == 16 ? pages / 2 : pages * 16 / columns; }
 
 struct Parameters {
