@@ -1,8 +1,9 @@
 """The shared basis of a (layer, kv head): fit it on keys and queries, save it, load it.
 
-What is fitted (docs/how-it-works.md, section "Calibration"): the mean key ``m``; the query metric ``C = E[q q^T / |q|^2]`` (queries of the
-group, shrunk 2% to a multiple of I); per token mode the principal axes ``U`` of ``C^(1/2) Y_mode``, shrunk to the axes common to
-all modes; quantiser steps; and the table that says which (coefficient, digit) each slot of a record holds.
+What is fitted (docs/how-it-works.md, section "Calibration"): the mean key ``m``; the query metric ``C = E[w q q^T / |q|^2]`` (queries of the
+group, with the weights ``w`` of `kvskim.calibration_heads`, shrunk 2% to a multiple of I); per token mode the principal axes ``U`` of
+``C^(1/2) Y_mode``, shrunk to the axes common to all modes; quantiser steps; and the table that says which (coefficient, digit) each slot of a
+record holds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvskim.calibration_heads import head_weights
 from kvskim.layout import PAGE_TOKENS, dct_matrix, sketch_layout
 from kvskim.rotary import Rotary
 from kvskim.selectors.sketch import UNUSED_DIGIT, SketchTables
@@ -26,7 +28,7 @@ FORMAT_VERSION = 1
 QUERY_METRIC_SHRINK = 0.02
 MODE_BASIS_SHRINK = 0.5
 """Share of the common covariance in each mode's own: a fit serves other text than it was made on."""
-RANGE_MARGIN = {2: 0.7, 4: 1.0, 6: 1.4, 8: 2.0}
+RANGE_MARGIN = {2: 0.7, 4: 0.5, 6: 0.7, 8: 1.0}
 """By bits of a coefficient, the least range of its quantiser, in multiples of the largest calibration coefficient. The pages that matter have large
 coefficients, and on other text they are larger still; what the wider steps cost for all others is little, and least where bits are many."""
 SPREAD_COPIES = 2
@@ -188,6 +190,7 @@ def fit_layer(
     if len(key_positions) != tokens or (query_positions is not None and len(query_positions) != q.shape[1]):
         raise CalibrationError(f"calibration has {tokens} keys and {q.shape[1]} queries per head; it needs one position for each of them")
     first = key_positions[: pages * PAGE_TOKENS : PAGE_TOKENS].to(x.device)
+    weights = head_weights(x.unflatten(1, (pages, PAGE_TOKENS)), q, first, query_positions)
     if page_frame:
         assert rotary is not None
         x = rotary.rotate(x, -(first + PAGE_TOKENS // 2).repeat_interleave(PAGE_TOKENS))
@@ -199,9 +202,9 @@ def fit_layer(
             raise CalibrationError("served_positions needs the positions of the queries, query_positions")
         x = _spread(x.unflatten(1, (pages, PAGE_TOKENS)), first, rotary, served_positions).flatten(1, 2)
         q = _spread(q[:, :, None], query_positions.to(q.device), rotary, served_positions).flatten(1, 2)
+    # Pages are ranked for each query by itself: all of a head count alike, or the few tokens with long queries get most of the record.
+    q = q / q.norm(dim=-1, keepdim=True).clamp_min(1e-30) * weights.sqrt()[:, None, None]
     q = q.unflatten(0, (heads, -1)).flatten(1, 2)
-    # Pages are ranked for each query by itself: all count alike, or the few heads and tokens with long queries get most of the record.
-    q = q / q.norm(dim=-1, keepdim=True).clamp_min(1e-30)
 
     mean = x.mean(1)
     metric = q.transpose(1, 2) @ q / q.shape[1]

@@ -85,7 +85,10 @@ def calibrate(model: EvalModel, tokens: int, record_bytes: int) -> dict[int, Lay
     out = {}
     for layer in model.sparse_layers:
         keys = model.keys[layer][:, PAGE_TOKENS : tokens // PAGE_TOKENS * PAGE_TOKENS]
-        out[layer] = fit_layer(keys, model.calibration_queries(layer), record_bytes=record_bytes)
+        positions = torch.arange(PAGE_TOKENS, PAGE_TOKENS + keys.shape[1], device=keys.device)
+        out[layer] = fit_layer(
+            keys, model.calibration_queries(layer), record_bytes=record_bytes, key_positions=positions, query_positions=model.calibration_positions()
+        )
     return out
 
 
