@@ -178,8 +178,9 @@ def test_ranks_with_the_same_kv_head_fit_one_basis_for_all_its_query_heads(tmp_p
     for index in range(LAYERS):
         assert torch.equal(tables[0][index]["encode_matrix"], tables[1][index]["encode_matrix"])
         keys, queries = captured(index, heads=1, group=4)
-        expected = fit_layer(keys, queries[:, ::2])
-        half = fit_layer(keys, queries[:2])
+        places = torch.arange(16, 16 + keys.shape[1])
+        expected = fit_layer(keys, queries[:, ::2], key_positions=places, query_positions=places[:: 2 * calibrate.QUERY_STRIDE])
+        half = fit_layer(keys, queries[:2], key_positions=places, query_positions=places[:: calibrate.QUERY_STRIDE])
         torch.testing.assert_close(found.layers[index].sketch.query_matrix, expected.sketch.query_matrix, atol=1e-2, rtol=2e-2)
         assert not torch.allclose(found.layers[index].sketch.query_matrix.float(), half.sketch.query_matrix.float(), atol=1e-2, rtol=2e-2)
     # One worker takes the file, as do two.
