@@ -19,13 +19,22 @@ def _vllm_is_installed() -> bool:
 if _vllm_is_installed():
     # These run the backend on a CPU, which vLLM's own FlashAttention can't.
     alone = (
-        "encode_placement", "engine", "calibrate", "plugin", "backend", "records", "probe", "mla", "features", "faults", "refusals", "parallel", "tier",
-        "tier_missing", "tier_room", "tier_sizing",
+        "encode_placement", "engine", "calibrate", "plugin", "backend", "records", "probe", "mla", "mla_write", "features", "faults", "refusals",
+        "parallel", "shared_pages", "tier", "tier_missing", "tier_room", "tier_sizing",
     )
     collect_ignore = [f"test_vllm_{name}.py" for name in alone]
 else:
     sys.path.insert(0, str(HERE / "standin"))
 sys.path.insert(0, str(HERE))
+
+
+@pytest.fixture
+def quiet(monkeypatch, tmp_path):
+    """A cache directory of this test, one thread, no gradients."""
+    monkeypatch.setenv("KVSKIM_CACHE_DIR", str(tmp_path))
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
 
 
 @pytest.fixture

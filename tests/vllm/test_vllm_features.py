@@ -19,12 +19,7 @@ ALL = {"selector": "mean", "rule": "budget", "budget": 1.0}
 FEW = {"selector": "minmax", "rule": "budget", "budget_pages": 6}
 
 
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch, tmp_path):
-    monkeypatch.setenv("KVSKIM_CACHE_DIR", str(tmp_path))
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def run(engine, scheduled, **options):

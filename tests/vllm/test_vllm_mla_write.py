@@ -16,12 +16,7 @@ KINDS = ([(5, 100), (6, 40)], False), ([(5, 1), (6, 1)], True), ([(5, 1), (6, 20
 """What is scheduled of two requests in one step after the other, and whether all rows decode."""
 
 
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch, tmp_path):
-    monkeypatch.setenv("KVSKIM_CACHE_DIR", str(tmp_path))
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def row_of(engine, layer, request):

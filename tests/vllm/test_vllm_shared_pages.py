@@ -9,12 +9,7 @@ from kvskim.ops.step import decode_step
 FEW = {"selector": "rki4", "rule": "budget", "budget_pages": 6, "full_pages": 0}
 
 
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch, tmp_path):
-    monkeypatch.setenv("KVSKIM_CACHE_DIR", str(tmp_path))
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize("window", [1, 2])
