@@ -16,7 +16,7 @@ from kvskim.bench.e2e_plan import DENSE, KVSKIM, Job
 from kvskim.bench.e2e_profile_tables import profile_tables
 from kvskim.bench.e2e_report import Row
 from kvskim.bench.kernel_groups import GROUPS, SMALL, UNKNOWN, kernel_group, short_name
-from kvskim.bench.step_profile import Interval, intervals_of, shares, step_profile, unknown_kernels
+from kvskim.bench.step_profile import Gap, Interval, intervals_of, shares, step_profile, unknown_kernels
 from kvskim.bench.step_profiler import DROPPED_STEPS, PROFILED_STEPS, SETTLING_STEPS, StepProfiler
 
 MARKER = "at::cuda::(anonymous namespace)::spin_kernel(long)"
@@ -29,18 +29,19 @@ def step(start: float, *kernels: tuple[str, float, float]) -> list[Interval]:
 
 # ---------------------------------------------------------------------- time
 def test_overlapped_kernels_are_counted_once_for_the_one_that_started_first() -> None:
-    intervals = [Interval("b", 5, 12), Interval("a", 0, 10), Interval("inside", 6, 8), Interval("c", 12, 15), Interval("d", 20, 40)]
+    intervals = [Interval("b", 5, 12), Interval("a", 0, 10), Interval("inside", 6, 8), Interval("c", 12, 15), Interval("last", 13, 14), Interval("d", 20, 40)]
     found, gaps = shares(intervals, 0, 30)
-    assert {share.interval.name: share.us for share in found} == {"a": 10, "b": 2, "inside": 0, "c": 3, "d": 10}
-    assert gaps == [5]
-    assert sum(share.us for share in found) + sum(gaps) == 30
+    assert {share.interval.name: share.us for share in found} == {"a": 10, "b": 2, "inside": 0, "c": 3, "last": 0, "d": 10}
+    # What ended last is before the gap, not what started last.
+    assert gaps == [Gap(5, "c", "d")]
+    assert sum(share.us for share in found) + sum(gap.us for gap in gaps) == 30
 
 
 def test_what_lies_outside_is_left_out() -> None:
     found, gaps = shares([Interval("before", 0, 4), Interval("across", 3, 11), Interval("after", 20, 22)], 10, 20)
     assert [(share.interval.name, share.us) for share in found] == [("across", 1)]
-    assert gaps == [9]
-    assert shares([], 10, 20) == ([], [10])
+    assert gaps == [Gap(9, "across", "")]
+    assert shares([], 10, 20) == ([], [Gap(10, "", "")])
 
 
 def test_a_step_adds_up() -> None:
@@ -54,6 +55,8 @@ def test_a_step_adds_up() -> None:
     assert (profile["gaps_us"], profile["waits_us"]) == (1, 20 + 8)
     assert [(group["group"], group["us"], group["launches"]) for group in profile["groups"]] == [("linear layers", 12, 2), ("select", 4, 1), (UNKNOWN, 3, 1)]
     assert [(row["name"], row["us"], row["launches"]) for row in profile["kernels"]] == [("nvjet_a", 12, 2), ("select_kernel", 4, 1), ("strange", 3, 1)]
+    between = [("strange", "nvjet_a", 20, 1), ("nvjet_a", "", 8, 1), ("select_kernel", "strange", 1, 1)]
+    assert [(gap["before"], gap["after"], gap["us"], gap["count"]) for gap in profile["gaps"]] == between
     assert unknown_kernels(profile) == ["strange"]
     assert "dropped" not in str(profile)
     assert "late" not in str(profile)

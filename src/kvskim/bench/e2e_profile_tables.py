@@ -20,7 +20,7 @@ def profile_tables(found: Sequence[Row], *, kernels: bool) -> list[Table]:
 
     Args:
         found: rows of all kinds; profiles are set beside the time per token that was measured without a profiler.
-        kernels: also a table of the kernels.
+        kernels: also a table of the kernels, and one of what is idle between which.
     """
     measured = {_place(row, side): row.of(side) for row in found if row.job.kind == "decode" for side in SIDES if row.of(side) is not None}
     made = []
@@ -28,7 +28,7 @@ def profile_tables(found: Sequence[Row], *, kernels: bool) -> list[Table]:
         if row.job.kind == "profile":
             made.append(_group_table(row, [measured.get(_place(row, side)) for side in SIDES]))
             made.append(_unknown_table(row))
-            made += [_kernel_table(row)] if kernels else []
+            made += [_kernel_table(row), _gap_table(row)] if kernels else []
     return [table for table in made if table.cells]
 
 
@@ -90,3 +90,13 @@ def _kernel_table(row: Row) -> Table:
                 if kernel["group"] == name and kernel["us"] >= LEAST_SHARE * profile["step_us"]:
                     cells.append((side, name, short_name(kernel["name"]), text(kernel["us"], 1), text(kernel["launches"], 1)))
     return Table(f"Kernels: {_title(row)}", ("engine", "group", "kernel", "microseconds of a step", "launches"), cells)
+
+
+def _gap_table(row: Row) -> Table:
+    cells = []
+    for side, profile in _profiles(row):
+        # Results of an earlier format say nothing of it.
+        for gap in profile.get("gaps", ()):
+            if gap["us"] >= LEAST_SHARE * profile["step_us"]:
+                cells.append((side, short_name(gap["before"]), short_name(gap["after"]), text(gap["us"], 1), text(gap["count"], 1)))
+    return Table(f"Idle between kernels: {_title(row)}", ("engine", "after", "before", "microseconds of a step", "times"), cells)

@@ -47,21 +47,31 @@ class Share:
     us: float
 
 
-def shares(intervals: Iterable[Interval], first: float, last: float) -> tuple[list[Share], list[float]]:
+@dataclass(frozen=True)
+class Gap:
+    """A time in which nothing runs: its microseconds, and the names of what ended last and what starts next (empty: nothing)."""
+
+    us: float
+    before: str
+    after: str
+
+
+def shares(intervals: Iterable[Interval], first: float, last: float) -> tuple[list[Share], list[Gap]]:
     """What each interval has of the time from ``first`` to ``last``, and the gaps in which none runs; all of them add up to ``last - first``."""
     found, gaps = [], []
-    reached = first
+    reached, latest = first, ""
     for interval in sorted(intervals, key=lambda interval: (interval.start, interval.end)):
         if interval.end <= first or interval.start >= last:
             continue
         if interval.start > reached:
-            gaps.append(interval.start - reached)
+            gaps.append(Gap(interval.start - reached, latest, interval.name))
             reached = interval.start
         end = min(interval.end, last)
         found.append(Share(interval, max(0.0, end - reached)))
-        reached = max(reached, end)
+        if end > reached:
+            reached, latest = end, interval.name
     if last > reached:
-        gaps.append(last - reached)
+        gaps.append(Gap(last - reached, latest, ""))
     return found, gaps
 
 
@@ -75,7 +85,8 @@ def step_profile(intervals: Sequence[Interval], dropped: int) -> dict[str, Any]:
     Returns:
         ``steps`` that were taken; ``step_us``, the time of one, which is the sum of ``busy_us``, ``gaps_us`` (idle, in gaps shorter than `LONG_GAP_US`)
         and ``waits_us`` (idle, in longer ones); ``groups``: name, ``us`` and ``launches`` of a step; ``kernels``: the same of each kernel,
-        with its group, the most expensive first.
+        with its group, the most expensive first; ``gaps``: what was idle ``before`` and ``after`` which kernels, ``us`` of a step and how many, the
+        most expensive first.
 
     Raises:
         ValueError: the recording holds no step.
@@ -98,10 +109,24 @@ def step_profile(intervals: Sequence[Interval], dropped: int) -> dict[str, Any]:
         for figure in ("us", "launches"):
             grouped[row["group"]][figure] += row[figure]
     busy = sum(row["us"] for row in rows)
-    waits = sum(gap for gap in gaps if gap >= LONG_GAP_US) / steps
-    short = sum(gap for gap in gaps if gap < LONG_GAP_US) / steps
+    waits = sum(gap.us for gap in gaps if gap.us >= LONG_GAP_US) / steps
+    short = sum(gap.us for gap in gaps if gap.us < LONG_GAP_US) / steps
     groups = [group for group in grouped.values() if group["launches"]]
-    return dict(steps=steps, step_us=busy + waits + short, busy_us=busy, gaps_us=short, waits_us=waits, groups=groups, kernels=rows)
+    return dict(
+        steps=steps, step_us=busy + waits + short, busy_us=busy, gaps_us=short, waits_us=waits, groups=groups, kernels=rows, gaps=_between(gaps, steps),
+    )
+
+
+def _between(gaps: Iterable[Gap], steps: int) -> list[dict[str, Any]]:
+    """Gaps between the same two kernels as one row, per step; an empty name is the start or the end of a step."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for gap in gaps:
+        before, after = ("" if MARKER in name else name for name in (gap.before, gap.after))
+        total = found.setdefault((before, after), [0.0, 0])
+        total[0] += gap.us
+        total[1] += 1
+    rows = [dict(before=before, after=after, us=us / steps, count=count / steps) for (before, after), (us, count) in found.items()]
+    return sorted(rows, key=lambda row: -float(row["us"]))
 
 
 def unknown_kernels(profile: dict[str, Any]) -> list[str]:
