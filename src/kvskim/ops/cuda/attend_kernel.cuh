@@ -8,16 +8,18 @@
 // separate copy groups: the K half of a slot is refilled right after the logits are taken, the V half right after the output is added, so
 // 2 kStages - 1 half pages of every warp are under way at any time. No barrier among warps until the end.
 //
-// Shared memory. A row is stored with 16 bytes of padding: its length in 16-byte units is odd, so the 8 rows that one ldmatrix phase reads lie
-// in 8 different bank groups, and every address is a lane constant plus an immediate. Bytes of a page (K and V): 2 x 16 x (row + 16).
-//   16-bit, D = 128: 8704 a page, 2 stages x 4 warps = 69632 a CTA, 3 CTAs = 204 KB of the 228 KB of an SM; under way: 3/4 of it, 150 KB.
-//   16-bit, D =  64 and 8-bit, D = 128: 4608 a page, 4 stages = 73728, 3 CTAs, 7/8 under way: 189 KB.
-//   16-bit, D =  96: 6656 a page, 2 stages = 53248, 3 CTAs, 117 KB under way.   8-bit, D = 96: 3584 a page, 5 stages = 71680, 3 CTAs.
-//   8-bit,  D =  64: 2560 a page, 6 stages = 61440, 3 CTAs.
-//   16-bit, D = 256: 16896 a page, 3 stages = 202752, 1 CTA, 5/6 under way: 165 KB.
-//   8-bit,  D = 256: 8704 a page, 2 stages, 3 CTAs; with two tiles of heads (twice the registers) 3 stages, 2 CTAs.
+// Shared memory. Rows of whole lines of 128 bytes are stored one behind the other, and in each line of row r piece c of 16 bytes has the place
+// c ^ (r % 8): the 8 rows that one ldmatrix phase reads lie in 8 different bank groups, and every address is a lane constant with the bits of an
+// immediate flipped. With padding, as shorter rows have it (16 bytes, their length in pieces becomes odd), a line of global memory would lie across
+// two lines of shared memory and be asked for twice, in parts: from host memory that takes nearly twice the time. Bytes of a page, K and V:
+//   16-bit, D = 128: 8192, 2 stages x 4 warps = 65536 a CTA, 3 CTAs = 192 KB of the 228 KB of an SM; under way: 3/4 of it, 144 KB.
+//   16-bit, D =  64 and 8-bit, D = 128: 4096, 4 stages = 65536, 3 CTAs, 7/8 under way: 168 KB.
+//   16-bit, D =  96: 6656, 2 stages = 53248, 3 CTAs, 117 KB under way.   8-bit, D = 96: 3584, 5 stages = 71680, 3 CTAs.
+//   8-bit,  D =  64: 2560, 6 stages = 61440, 3 CTAs.
+//   16-bit, D = 256: 16384, 3 stages = 196608, 1 CTA, 5/6 under way: 160 KB.
+//   8-bit,  D = 256: 8192, 2 stages, 3 CTAs; with two tiles of heads (twice the registers) 3 stages, 2 CTAs.
 // At 4.3 TB/s over 132 SMs a latency of one microsecond needs 33 KB under way on an SM.
-// A grid of at most one CTA for each SM takes the deep variant: up to 36 KB a warp, 16-bit, D = 128: 4 stages = 139264, 122 KB under way.
+// A grid of at most one CTA for each SM takes the deep variant: up to 36 KB a warp, 16-bit, D = 128: 4 stages = 131072, 112 KB under way.
 //
 // TIERED: V, or K and V, are in host memory (HostTier). Only the address that a page is copied from differs, so the result has the same bits.
 //
@@ -33,7 +35,9 @@ template <int DIM, int TILES, int KIND, bool DEEP>
 struct AttendShape {
   static constexpr int kElementBytes = KIND == kFloat8E4M3 ? 1 : 2;
   static constexpr int kChunks = DIM * kElementBytes / 16;  // pieces of 16 bytes of a row
-  static constexpr int kRowStride = kChunks * 16 + 16;
+  // Rows of whole lines of 128 bytes are kept without padding, piece c of row r in the place of piece c ^ (r % 8) of its line.
+  static constexpr bool kPermuted = kChunks % 8 == 0;
+  static constexpr int kRowStride = kChunks * 16 + (kPermuted ? 0 : 16);
   static constexpr int kHalfPage = kPageTokens * kRowStride;
   static constexpr int kPage = 2 * kHalfPage;
   static constexpr int rows_per_copy(int rows = 16) { return rows * kChunks <= 32 ? rows : rows_per_copy(rows / 2); }
@@ -43,7 +47,7 @@ struct AttendShape {
   static constexpr bool kQueryShared = DIM == 256 && TILES == 2;
   static constexpr int kQueryBytes = kQueryShared ? DIM / 16 * TILES * 32 * 8 : 0;
   // Bytes of a warp's ring.
-  static constexpr int kBudget = DEEP && kBlocks > 1 ? 36 * 1024 : (228 * 1024 / kBlocks - 1024 - 128 - kQueryBytes) / kAttendWarps;
+  static constexpr int kBudget = DEEP && kBlocks > 1 ? 36 * 1024 : (228 * 1024 / kBlocks - 1024 - 512 - kQueryBytes) / kAttendWarps;
   static constexpr int kStages = kBudget / kPage < 6 ? kBudget / kPage : 6;
   static constexpr int kRing = kStages * kPage;
   static constexpr int kShared = kAttendWarps * kRing + kQueryBytes;
@@ -66,7 +70,7 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
   constexpr bool kEight = KIND == kFloat8E4M3;
   constexpr bool kHalf = KIND != kBFloat16;  // e4m3 converts exactly to fp16, so 8-bit caches use the fp16 product
   constexpr int kSteps = DIM / 16, kStages = Shape::kStages;
-  extern __shared__ __align__(128) uint8_t shared[];
+  extern __shared__ __align__(512) uint8_t shared[];  // permuted rows lie at multiples of their length
 
   const int head = blockIdx.x, request = blockIdx.y, split = blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -185,7 +189,11 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
   const uint32_t ring = shared_address(shared) + warp * Shape::kRing;
   const int copy_row = lane / Shape::kChunks, copy_chunk = lane % Shape::kChunks;
   const bool copies = copy_row < Shape::kRows;
-  const uint32_t copy_to = copy_row * Shape::kRowStride + copy_chunk * 16;
+  const uint32_t copy_to = copy_row * Shape::kRowStride + (Shape::kPermuted ? copy_chunk ^ copy_row % 8 : copy_chunk) * 16;
+  // Where the i-th copy instruction of a page writes.
+  const auto copy_place = [&](uint32_t to, int i) {
+    return to + i * (Shape::kRows * Shape::kRowStride) + (Shape::kPermuted ? copy_to ^ i * Shape::kRows % 8 * 16 : copy_to);
+  };
   const uint8_t* key_lane = a.key.data + head * a.key.head_bytes + copy_row * a.key.token_bytes + copy_chunk * 16;
   const uint8_t* value_lane = a.value.data + head * a.value.head_bytes + copy_row * a.value.token_bytes + copy_chunk * 16;
 
@@ -195,13 +203,13 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
       if (valid == kPageTokens) {
 #pragma unroll
         for (int i = 0; i < kPageTokens / Shape::kRows; ++i) {
-          copy16(to + copy_to + i * (Shape::kRows * Shape::kRowStride), from);
+          copy16(copy_place(to, i), from);
           from += advance;
         }
       } else {  // rows beyond the request hold anything, also NaN: they become zeros and are masked below
 #pragma unroll
         for (int i = 0; i < kPageTokens / Shape::kRows; ++i) {
-          copy16_or_zero(to + copy_to + i * (Shape::kRows * Shape::kRowStride), from, copy_row + i * Shape::kRows < valid);
+          copy16_or_zero(copy_place(to, i), from, copy_row + i * Shape::kRows < valid);
           from += advance;
         }
       }
@@ -253,8 +261,11 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
   int page_after_next = read_page(64 + lane);
 
   // ---- the stream ----
-  const uint32_t key_matrix = ring + (lane % 16) * Shape::kRowStride + (lane / 16) * 16;
-  const uint32_t value_matrix = ring + Shape::kHalfPage + (lane % 8 + lane / 16 * 8) * Shape::kRowStride + (lane / 8 % 2) * 16;
+  // Rows of 16-byte pieces that a lane points at, and which of two neighbouring pieces. Permuted, the pair of a step is found by an exclusive or.
+  const int swap = Shape::kPermuted ? lane % 8 : 0;
+  const uint32_t key_matrix = ring + (lane % 16) * Shape::kRowStride + (lane / 16 ^ swap) * 16;
+  const uint32_t value_matrix = ring + Shape::kHalfPage + (lane % 8 + lane / 16 * 8) * Shape::kRowStride + (lane / 8 % 2 ^ swap) * 16;
+  const auto piece_pair = [&](uint32_t address, int bytes) { return Shape::kPermuted ? address ^ bytes : address + bytes; };
   AttendState<DIM, TILES> state;
   state.clear();
   uint32_t slot = 0;
@@ -270,7 +281,7 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         uint32_t m[4];
-        load_matrices(m, key_matrix + slot + k * 32);
+        load_matrices(m, piece_pair(key_matrix + slot, k * 32));
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
           const uint2 q = query_fragment(k, tile);
@@ -281,7 +292,7 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
 #pragma unroll
       for (int k = 0; k < kSteps; k += 2) {
         uint32_t m[4];
-        load_matrices(m, key_matrix + slot + k * 16);
+        load_matrices(m, piece_pair(key_matrix + slot, k * 16));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint32_t low = m[2 * half], high = m[2 * half + 1];  // tokens 0 to 7, tokens 8 to 15
@@ -339,7 +350,7 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         uint32_t m[4];
-        load_matrices_transposed(m, value_matrix + slot + k * 32);
+        load_matrices_transposed(m, piece_pair(value_matrix + slot, k * 32));
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile)
           mma_16816<kHalf>(state.output[k][tile], m[0], m[1], m[2], m[3], weights[tile][0], weights[tile][1]);
@@ -350,7 +361,7 @@ attend_kernel(const __grid_constant__ AttendParameters a) {
 #pragma unroll
       for (int k = 0; k < kSteps; k += 2) {
         uint32_t m[4];
-        load_matrices_transposed(m, value_matrix + slot + k * 16);
+        load_matrices_transposed(m, piece_pair(value_matrix + slot, k * 16));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint32_t early = __byte_perm(m[half], 0, 0x3120), late = __byte_perm(m[half + 2], 0, 0x3120);
