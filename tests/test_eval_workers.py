@@ -50,20 +50,9 @@ def test_gpus_in_turn(monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny random model with a tokenizer of words, as a Hugging Face directory."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Punctuation, Sequence, WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast
+    from tiny import tiny_folder
 
-    from tiny import tiny_model
-
-    path = tmp_path_factory.mktemp("tiny")
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2, **{str(digit): digit + 3 for digit in range(10)}, **{chr(97 + i): 13 + i for i in range(26)}}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Sequence([WhitespaceSplit(), Punctuation()])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>").save_pretrained(path)
-    tiny_model().save_pretrained(path)
-    return str(path)
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 def test_processes_give_what_one_gives(folder):

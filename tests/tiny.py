@@ -34,3 +34,18 @@ def tiny_eval_model(seed=0):
     network = tiny_model(seed)
     network.set_attn_implementation(ATTENTION_NAME)
     return EvalModel(network, CharacterTokenizer())
+
+
+def tiny_folder(path):
+    """The model with a tokenizer of words, saved in a folder."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Punctuation, Sequence, WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, **{str(digit): digit + 3 for digit in range(10)}, **{chr(97 + i): 13 + i for i in range(26)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Sequence([WhitespaceSplit(), Punctuation()])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>").save_pretrained(path)
+    tiny_model().save_pretrained(path)
+    return str(path)

@@ -44,13 +44,14 @@ SparseFromOption = Annotated[str, typer.Option(help="First sparse decode steps: 
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 TimeLimitOption = Annotated[float, typer.Option(help="Seconds after which no further sample is begun; 0: no limit.")]
-WorkersOption = Annotated[int, typer.Option(help="Processes that share the samples, each with a copy of the model; with cuda they use all GPUs in turn.")]
+WorkersOption = Annotated[int, typer.Option(help="Processes that share the work, each with a copy of the model; with cuda they use all GPUs in turn.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")]
 MarkdownOption = Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")]
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write a PNG: the result over bytes read per step.")]
 DEFAULT_METHODS = "full,oracle,sketch,rki4,minmax"
 ENGINE_METHODS = "full,sketch,rki4,minmax"
 """In their place with vLLM, which has no oracle."""
+DEFAULT_GPU_MEMORY = 0.9
 
 
 @app.command()
@@ -191,6 +192,8 @@ def ruler(
     limit: Annotated[int, typer.Option(help="Most tokens of an answer; 0: as the task says.")] = 0,
     time_limit: TimeLimitOption = 0.0,
     workers: WorkersOption = 1,
+    engine: Annotated[str, typer.Option(help="transformers, or vllm: --workers engines answer, each with one method, on all GPUs in turn.")] = "transformers",
+    gpu_memory: Annotated[float, typer.Option(help="With vllm: share of the memory of a GPU that the engines on it take together.")] = DEFAULT_GPU_MEMORY,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     json_path: JsonOption = None,
@@ -210,10 +213,26 @@ def ruler(
     named = _words(tasks)
     chosen = check_tasks(named, list(TASKS)) if named else list(RULER_TASKS)
     lengths = _whole_numbers(contexts, "--contexts", SHORTEST, LONGEST)
+    selectors = _check_ruler_engine(engine, selectors, sparse_from, gpu_memory, dtype)
     methods, settings = _compared(selectors, rule, budgets, tau, coverage)
     _check_least(("--samples", samples, 1), ("--seeds", seeds, 1), ("--first-seed", first_seed, 0), ("--workers", workers, 1), ("--limit", limit, 0))
     _check_time_limit(time_limit)
     check_outputs(json_path, markdown_path, plot_path)
+    if engine == "vllm":
+        from kvskim.eval.ruler import engine as engines
+
+        about = dict(command=_command(), date=datetime.date.today().isoformat())
+        result, tables = engines.run(
+            model, tasks=chosen, contexts=lengths, samples=samples, seeds=range(first_seed, first_seed + seeds), methods=methods, settings=settings,
+            calibration=calibration, chat=chat, limit=limit, time_limit=time_limit, workers=workers, gpu_memory=gpu_memory, device=device, log=_log(),
+            save=lambda result: _write_json({**about, **result}, json_path),
+        )
+        _write({**about, **result}, tables, "RULER", json_path, markdown_path)
+        if plot_path is not None:
+            plot(result, plot_path, "RULER")
+        if result["failed"]:
+            raise KvskimError("engines failed, and the tables have what they had answered: " + "; ".join(f"{k}: {v}" for k, v in result["failed"].items()))
+        return
     loaded = _load(model, device, dtype)
     check_positions(loaded.model, max(lengths), "--contexts")
     prompts = PromptFormat(loaded.tokenizer, chat)
@@ -293,6 +312,23 @@ def _check_least(*options: tuple[str, int, int]) -> None:
     for option, value, least in options:
         if value < least:
             raise KvskimError(f"{option} is {value}; it must be at least {least}")
+
+
+def _check_ruler_engine(engine: str, selectors: str, sparse_from: str, gpu_memory: float, dtype: str) -> str:
+    """Refuse options of `eval ruler` that its engine does not have; the methods to compare, which depend on the engine where the user named none."""
+    if engine not in ("transformers", "vllm"):
+        raise KvskimError(f"--engine is {engine!r}; it must be transformers or vllm")
+    if engine == "transformers":
+        if gpu_memory != DEFAULT_GPU_MEMORY:
+            raise KvskimError(f"--gpu-memory is {gpu_memory}; it is for --engine vllm: leave it out")
+        return selectors
+    if dtype != "float32":
+        raise KvskimError(f"--dtype is {dtype!r}; --engine vllm takes the type that the model's configuration names: leave it out")
+    if sparse_from != "answer":
+        raise KvskimError(f"--sparse-from is {sparse_from!r}; --engine vllm reads the whole prompt with full attention: leave it out")
+    if not 0 < gpu_memory <= 1:
+        raise KvskimError(f"--gpu-memory is {gpu_memory}; it must be greater than 0 and at most 1")
+    return ENGINE_METHODS if selectors == DEFAULT_METHODS else selectors
 
 
 def _check_time_limit(seconds: float) -> None:

@@ -18,7 +18,7 @@ ResultsOption = list[str] | None
 Named = tuple[str, str, dict[str, Any]]
 """Name, file and contents of a result."""
 ONLY_MORE_SAMPLES = {
-    "contexts", "samples", "seeds", "first_seed", "time_limit", "workers", "device", "json_path", "markdown_path", "plot_path",
+    "contexts", "samples", "seeds", "first_seed", "time_limit", "workers", "gpu_memory", "device", "json_path", "markdown_path", "plot_path",
 }  # fmt: skip
 """Parameters of `kvskim eval ruler` in which runs may differ that are joined."""
 

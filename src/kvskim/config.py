@@ -169,6 +169,12 @@ def publish(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def see_one_gpu(index: int) -> None:
+    """Let this process, before it uses a GPU, see only the ``index``-th of the GPUs that it sees now."""
+    seen = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen[index] if seen else str(index)
+
+
 def share_with_ray() -> None:
     """Let vLLM give kvskim's variables to workers that Ray starts: they inherit the environment of Ray, not of this process.
 

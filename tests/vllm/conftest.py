@@ -20,7 +20,7 @@ if _vllm_is_installed():
     # These run the backend on a CPU, which vLLM's own FlashAttention can't.
     alone = (
         "encode_placement", "engine", "calibrate", "plugin", "backend", "records", "probe", "mla", "mla_write", "features", "faults", "refusals",
-        "parallel", "shared_pages", "tier", "tier_missing", "tier_room", "tier_sizing",
+        "parallel", "answering", "shared_pages", "tier", "tier_missing", "tier_room", "tier_sizing",
     )
     collect_ignore = [f"test_vllm_{name}.py" for name in alone]
 else:

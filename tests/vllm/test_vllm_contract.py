@@ -469,6 +469,11 @@ def source(module: str) -> str:
     ("vllm.model_executor.layers.rotary_embedding.base", ["def _compute_inv_freq(self, base", "self.is_neox_style =", "self.base =", "self.head_size ="]),
     ("vllm.plugins", ['"vllm.general_plugins"']),
     ("vllm.engine.arg_utils", ["--attention-backend", "--additional-config", "--disable-hybrid-kv-cache-manager"]),
+    ("vllm.engine.arg_utils", [
+        "    max_num_batched_tokens:", "    enable_prefix_caching:", "    async_scheduling:", "    kv_cache_memory_bytes:", "    gpu_memory_utilization:",
+    ]),
+    ("vllm.v1.engine.llm_engine", ["def abort_request(", "def add_request(", "def has_unfinished_requests(self)", "def step(self)"]),
+    ("vllm.sampling_params", ["stop_token_ids:", "ignore_eos:", "detokenize:", "max_tokens:", "output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE"]),
     ("vllm.entrypoints.cli.main", ["def main("]),
     ("vllm.envs", ["VLLM_BATCH_INVARIANT", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"]),
     ("vllm.v1.core.kv_cache_utils", ["block_hash_num_tokens"]),

@@ -172,8 +172,13 @@ class ModelAnswerer:
 
 def stop_tokens(model: EvalModel) -> set[int]:
     """Tokens that end an answer: those of the generation settings, of the configuration, and of the tokenizer."""
+    return named_stop_tokens(getattr(model.model, "generation_config", None), model.config, model.tokenizer)
+
+
+def named_stop_tokens(*sources: Any) -> set[int]:
+    """The end-of-text tokens that these objects name, in ``eos_token_id``."""
     found: set[int] = set()
-    for source in (getattr(model.model, "generation_config", None), model.config, model.tokenizer):
+    for source in sources:
         value = getattr(source, "eos_token_id", None)
         found |= set(value) if isinstance(value, (list, tuple)) else set() if value is None else {int(value)}
     return found

@@ -29,6 +29,23 @@ def engine_settings(method: Method, setting: Setting, calibration: str) -> dict[
     return settings
 
 
+def check_engine(model: str, methods: Sequence[Method], calibration: str) -> None:
+    """Refuse what no engine can do: a baseline or the oracle, a calibration for every prompt, a model that is no directory; or vLLM is not installed.
+
+    Raises:
+        KvskimError: one sentence that names the option.
+    """
+    foreign = [method.label for method in methods if method.is_baseline or method.name == "oracle"]
+    if foreign:
+        raise KvskimError(f"--selectors has {', '.join(foreign)}; --engine vllm runs kvskim's own selectors only: leave them out, or use transformers")
+    if calibration == "prompt":
+        raise KvskimError("--calibration is prompt; an engine keeps one calibration for all prompts: use text, or a file of kvskim calibrate")
+    if not Path(model).is_dir():
+        raise KvskimError(f"--engine vllm needs a Hugging Face model directory, and {model} is none")
+    if find_spec("vllm") is None:
+        raise KvskimError("vllm is not installed here; install it with: pip install 'kvskim[vllm]'")
+
+
 def run(
     model: str, texts: Mapping[str, str], *, tokens: int, decoded: int, seeds: int, methods: Sequence[Method], settings: Sequence[Setting], calibration: str,
     log: Callable[[str], None] = print,
@@ -44,15 +61,7 @@ def run(
     Raises:
         KvskimError: a baseline or the oracle, which an engine does not have, a model that is no directory, or an engine that failed.
     """
-    foreign = [method.label for method in methods if method.is_baseline or method.name == "oracle"]
-    if foreign:
-        raise KvskimError(f"--selectors has {', '.join(foreign)}; --engine vllm runs kvskim's own selectors only: leave them out, or use transformers")
-    if calibration == "prompt":
-        raise KvskimError("--calibration is prompt; an engine keeps one calibration for all prompts: use text, or a file of kvskim calibrate")
-    if not Path(model).is_dir():
-        raise KvskimError(f"--engine vllm needs a Hugging Face model directory, and {model} is none")
-    if find_spec("vllm") is None:
-        raise KvskimError("vllm is not installed here; install it with: pip install 'kvskim[vllm]'")
+    check_engine(model, methods, calibration)
     from transformers import AutoTokenizer
 
     with reading_model(model):

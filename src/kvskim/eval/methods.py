@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvskim.calibration import Calibration, CalibrationError, LayerCalibration, fit_layer, load_calibration, model_fingerprint
+from kvskim.calibration_store import MEAN_RECORD_BYTES
 from kvskim.demo.calibration_text import calibration_ids
 from kvskim.errors import KvskimError
 from kvskim.eval.model import EvalModel
@@ -18,7 +19,7 @@ from kvskim.eval.policy import Policy, SelectorPolicy
 from kvskim.layout import PAGE_TOKENS
 from kvskim.rules import RuleParameters
 from kvskim.rules.parameters import DEFAULT_WINDOW_PAGES
-from kvskim.selectors import SELECTORS, get_selector
+from kvskim.selectors import SELECTORS, Selector, get_selector
 
 FULL = "full"
 """Name of full attention in lists of methods."""
@@ -153,6 +154,12 @@ class Sample:
     query_positions: Tensor
 
 
+def fit_key(selector: Selector, head_dim: int) -> tuple[int, bool]:
+    """Record size and frame of the fit that a selector uses. One that takes only the mean key of a fit shares that of the default records."""
+    size = selector.record_bytes(head_dim) if selector.needs_calibration else MEAN_RECORD_BYTES
+    return size, bool(getattr(selector, "page_frame", False))
+
+
 class Calibrations:
     """Selector parameters of every sparse layer.
 
@@ -230,8 +237,7 @@ class Calibrations:
         )
 
     def _fit(self, selector: Any, samples: Sequence[Sample] | None, tokens: int = 0) -> dict[int, LayerCalibration]:
-        size = selector.record_bytes(self.model.head_dim) if selector.needs_calibration else 256
-        frame = bool(getattr(selector, "page_frame", False))
+        size, frame = fit_key(selector, self.model.head_dim)
         if (size, frame) not in self._fits:
             if self.source == "text" and samples is None:
                 raise CalibrationError("the built-in text was not read before the first prompt")

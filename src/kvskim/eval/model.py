@@ -7,6 +7,7 @@ choosing its own pages, so that an evaluation costs seconds instead of minutes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,32 @@ class Rows(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What an evaluation needs to know of a model. ``window``: of every layer, in tokens; 0 where it sees everything."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: tuple[int, ...]
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        """Layers that see everything: those that a selector can make sparse."""
+        return [i for i, w in enumerate(self.window) if not w]
+
+
+def shape_of(config: Any) -> Shape:
+    """The shape that a text model's configuration describes."""
+    layers: int = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    return Shape(
+        layers, config.num_attention_heads, config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        tuple(config.sliding_window if kind == "sliding_attention" else 0 for kind in kinds),
+    )
+
+
 class EvalModel:
     """One sequence at a time on any Llama-like or hybrid transformers model.
 
@@ -48,13 +75,9 @@ class EvalModel:
     def __init__(self, model: Any, tokenizer: Any) -> None:
         config = model.config.get_text_config()
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.num_layers: int = config.num_hidden_layers
-        self.num_heads: int = config.num_attention_heads
-        self.num_kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.num_layers
-        self.window = [config.sliding_window if kind == "sliding_attention" else 0 for kind in kinds]
-        self.sparse_layers = [i for i, w in enumerate(self.window) if not w]
+        shape = shape_of(config)
+        self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim = shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.window, self.sparse_layers = list(shape.window), shape.sparse_layers
         self.device = next(model.parameters()).device
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvskim.eval.answers import ALL_PAGES, Scored, scored_of
 from kvskim.eval.methods import FULL
-from kvskim.eval.ruler.run import counted
+from kvskim.eval.ruler.run import counted, engine_note
 from kvskim.eval.score_table import cells_of, means_markdown, tasks_markdown
 from kvskim.eval.statistics import Interval, strata_interval
 
@@ -35,7 +35,8 @@ def ruler_section(name: str, result: Mapping[str, Any], default: str, compared: 
         default: label of the method whose scores are given by task.
         compared: label of the method that ``default`` is compared with, question by question.
     """
-    out = [f"## RULER, {name}", "", made_by(result), ""]
+    note = engine_note(result)
+    out = [f"## RULER, {name}{', in ' + result['engine'] if note else ''}", "", made_by(result), "", *([note, ""] if note else [])]
     rows = [scored_of(row) for row in result["answers"]]
     for context, numbers in result["tables"].items():
         cells = cells_of(numbers)

@@ -19,6 +19,7 @@ from kvskim.engines.vllm.report import Activity, last_step
 from kvskim.engines.vllm.state import LayerState, SkimState
 from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.encode import encode, encoders
+from kvskim.rules import RuleParameters
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,13 @@ def look(llm: Any) -> Look:
 def state_of(llm: Any) -> SkimState | None:
     """The sparse state of a `vllm.LLM`; None where no layer is kvskim's."""
     return SkimState.find(llm.llm_engine.vllm_config.compilation_config.static_forward_context)
+
+
+def use_rule(llm: Any, rule: RuleParameters) -> None:
+    """Let another rule decide from the next step on; see `SkimState.use_rule`. An engine without sparse layers has none to change."""
+    state = state_of(llm)
+    if state is not None:
+        state.use_rule(rule)
 
 
 def generate(llm: Any, prompts: list[list[int]], params: Any, after_step: Callable[[], None] | None = None) -> list[Generated]:

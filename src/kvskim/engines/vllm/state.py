@@ -24,7 +24,7 @@ from kvskim.engines.vllm.facts import kv_connector
 from kvskim.engines.vllm.layout import key_value_views, key_view
 from kvskim.engines.vllm.mla_layout import latent_views
 from kvskim.engines.vllm.records import RecordsLayer
-from kvskim.engines.vllm.report import start_block
+from kvskim.engines.vllm.report import rule_text, start_block
 from kvskim.engines.vllm.sampler import ActivitySampler
 from kvskim.engines.vllm.support import BLOCK_SIZES, calibration_refusal, workspace_rows
 from kvskim.engines.vllm.tier import HostCache
@@ -277,6 +277,31 @@ class SkimState:
         self.ready.fill_(1)
         self.calibrator = None
         self.metrics.calibrated(True)
+
+    def use_rule(self, rule: RuleParameters) -> None:
+        """From the next step on another rule decides. Where ``full_pages`` of the configuration is ``auto``, the engine goes on to choose that number.
+
+        Raises:
+            UnsupportedError: CUDA graphs would go on with the rule that they were captured with, or the page tables are too small for this one.
+        """
+        mode = getattr(self.vllm_config.compilation_config, "cudagraph_mode", None)
+        if mode is not None and mode.name != "NONE":
+            raise UnsupportedError(
+                f"the rule of a running engine can't be changed with cudagraph_mode {mode.name}: its CUDA graphs hold the rule that they were captured with; "
+                "start the engine with enforce_eager"
+            )
+        needed = table_capacity(rule, self.page_capacity, self.config.sink_pages, self.config.window_pages)
+        for workspace in self.workspaces.values():
+            if needed > workspace.table_capacity:
+                raise UnsupportedError(
+                    f"the rule of a running engine can't be changed to {rule_text(rule)!r}: it needs page tables of {needed} pages, and this engine was "
+                    f"started with room for {workspace.table_capacity}; start it with the rule that needs the largest"
+                )
+        self.rule = rule
+        for layer in self.layers.values():
+            if layer.settings is not None:
+                layer.settings = replace(layer.settings, rule=rule)
+        self._settings.clear()
 
     def report(self) -> None:
         """Log the start block, once."""

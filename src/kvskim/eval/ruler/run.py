@@ -120,9 +120,20 @@ def with_tables(result: Mapping[str, Any]) -> dict[str, Any]:
     return {**result, "counts": counts, "tables": tables}
 
 
+def engine_note(result: Mapping[str, Any]) -> str:
+    """What has to be known of answers that an engine gave; empty for those of transformers."""
+    if "engine" not in result:
+        return ""
+    return (
+        f"Answers by {result['engine']}: prompts are read with full attention, so the first token of an answer is of full attention, as in serving. Pages, "
+        "share and bytes are means over the decode steps of prompts that were answered together."
+    )
+
+
 def page(result: Mapping[str, Any]) -> str:
     """The tables of all contexts as Markdown."""
-    return "\n".join(
+    note = engine_note(result)
+    return (f"{note}\n\n" if note else "") + "\n".join(
         f"## {context} tokens\n\n{counted(result['counts'][context])}\n\n{markdown(cells_of(rows))}" for context, rows in result["tables"].items()
     )
 
