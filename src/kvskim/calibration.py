@@ -2,8 +2,8 @@
 
 What is fitted (docs/how-it-works.md, section "Calibration"): the mean key ``m``; the query metric ``C = E[w q q^T / |q|^2]`` (queries of the
 group, with the weights ``w`` of `kvskim.calibration_heads`, shrunk 2% to a multiple of I); per token mode the principal axes ``U`` of
-``C^(1/2) Y_mode``, shrunk to the axes common to all modes; quantiser steps; and the table that says which (coefficient, digit) each slot of a
-record holds.
+``C^(1/2) Y_mode``, shrunk to the axes common to all modes; quantiser steps; the table that says which (coefficient, digit) each slot of a
+record holds; and for latent rows a gain per mode.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvskim.calibration_gains import stretch_modes
 from kvskim.calibration_heads import head_weights
 from kvskim.layout import PAGE_TOKENS, dct_matrix, sketch_layout
 from kvskim.rotary import Rotary
@@ -27,13 +28,16 @@ from kvskim.selectors.sketch import UNUSED_DIGIT, SketchTables
 FORMAT_VERSION = 1
 QUERY_METRIC_SHRINK = 0.02
 MODE_BASIS_SHRINK = 0.5
-"""Share of the common covariance in each mode's own: a fit serves other text than it was made on."""
+"""Least share of the common covariance in each mode's own: a fit serves other text than it was made on."""
+WIDE_ROW = 256
+"""Keys of more channels are latent rows: a record leaves a good part of them out, and a text has few pages for the covariances of so many channels. So
+their modes share more of a covariance, and are stretched (`kvskim.calibration_gains`)."""
 RANGE_MARGIN = {2: 0.7, 4: 0.5, 6: 0.7, 8: 1.0}
 """By bits of a coefficient, the least range of its quantiser, in multiples of the largest calibration coefficient. The pages that matter have large
 coefficients, and on other text they are larger still; what the wider steps cost for all others is little, and least where bits are many."""
 SPREAD_COPIES = 2
 """How often each calibration page and query is seen, every time at another position."""
-FIT_PAGES = 512
+FIT_PAGES = 1024
 """Pages on which the steps are searched (all pages are used for the moments)."""
 
 # Optimal step of a uniform mid-rise quantiser with b bits for a unit Gaussian (Max 1960), the start of the search for each step.
@@ -80,6 +84,13 @@ def _mode_bases(pages: Tensor, root: Tensor, shrink: float) -> Tensor:
     common_trace = common.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(1e-30)
     mixed = (1 - shrink) * covariance + shrink * common * (trace / common_trace)
     return torch.linalg.eigh(mixed).eigenvectors.flip(-1)
+
+
+def _shrink(channels: int, pages: int) -> float:
+    """Share of the common covariance, which rests on all 16 modes, in that of one mode, which rests on ``pages`` pages."""
+    if channels <= WIDE_ROW:
+        return MODE_BASIS_SHRINK
+    return min(1.0, max(MODE_BASIS_SHRINK, 2 * channels / (3 * pages)))
 
 
 def quantise(values: Tensor, bits: int, step: Tensor) -> Tensor:
@@ -144,7 +155,7 @@ def fit_layer(
     queries: Tensor,
     *,
     record_bytes: int = 256,
-    mode_shrink: float = MODE_BASIS_SHRINK,
+    mode_shrink: float | None = None,
     rotary: Rotary | None = None,
     served_positions: int = 0,
     key_positions: Tensor | None = None,
@@ -160,7 +171,7 @@ def fit_layer(
         keys: ``[H, T, D]`` as cached (after RoPE), from a page boundary on; an incomplete last page is left out. Texts may follow one another.
         queries: ``[Hq, n, D]`` (after RoPE), already multiplied by the softmax scale; query head ``i`` belongs to kv head ``i // (Hq / H)``.
         record_bytes: size of the records, 128, 192, 256 or 384.
-        mode_shrink: share of the common covariance in the basis of each token mode.
+        mode_shrink: share of the common covariance in the basis of each token mode; None: 0.5, in latent rows more where pages are few for their channels.
         rotary: needed for served_positions and page_frame.
         served_positions: tokens of the longest request; 0: keys and queries are taken where they are.
         key_positions: int64 ``[T]``, position of each key; None: 0 to T - 1. The tokens of a page follow one another.
@@ -212,7 +223,7 @@ def fit_layer(
     metric = (1 - QUERY_METRIC_SHRINK) * metric + QUERY_METRIC_SHRINK * trace * torch.eye(dim, device=x.device)
     root, inverse_root = (r.float() for r in _square_roots(metric.double()))
     centred = (x - mean[:, None]).unflatten(1, (-1, PAGE_TOKENS))
-    axes = _mode_bases(centred, root, mode_shrink)
+    axes = _mode_bases(centred, root, _shrink(dim, pages) if mode_shrink is None else mode_shrink)
     key_basis, query_basis = root[:, None] @ axes, inverse_root[:, None] @ axes
     modes = torch.einsum("hptd,tj->hjpd", centred, dct_matrix(device=x.device))
     coefficients = (modes @ key_basis).transpose(1, 2)
@@ -220,6 +231,9 @@ def fit_layer(
     sketch = _slot_tables(record_bytes, mean, key_basis, query_basis, steps, errors)
     if page_frame:
         sketch = SketchTables(**{**sketch.__dict__, "rotary": rotary})
+    elif dim > WIDE_ROW:
+        own = keys[:, : pages * PAGE_TOKENS].float().unflatten(1, (pages, PAGE_TOKENS))
+        sketch = stretch_modes(sketch, own, queries.float(), first, query_positions)
     return LayerCalibration(mean.cpu(), sketch.to("cpu"), page_frame)
 
 
