@@ -22,6 +22,9 @@ from kvskim.selectors.base import PageTables, check_keys
 SMALLEST_EIGENVALUE = 1e-10
 """Floor of the eigenvalues: keeps the unit vectors of a page of equal keys finite."""
 
+LARGEST_POWER = 100
+"""Of two, by which pages are scaled before they are decomposed: float32 holds it and what it is multiplied with."""
+
 SMALLEST_SCALE = 1e-30
 """A quantiser scale below this is stored as zero: its codes carry nothing, and the quotient that makes them would overflow."""
 
@@ -173,8 +176,11 @@ def decompose(keys: Tensor, tables: PageTables, rank: int) -> PageEigen:
     finite = torch.isfinite(trace)
     keep = finite[..., None, None]
     centred, gram = torch.where(keep, centred, 0), torch.where(keep, gram, 0)
-    eigenvalues, eigenvectors = torch.linalg.eigh(gram)
-    energies = eigenvalues.flip(-1)[..., :rank].clamp_min(SMALLEST_EIGENVALUE)
+    # A page of equal keys leaves nothing but rounding errors, on which the decomposition of some processors' libraries does not converge: it is given numbers
+    # of usual size. A power of two changes no digit.
+    power = torch.frexp(torch.where(finite, trace, 0)).exponent.clamp(-LARGEST_POWER, LARGEST_POWER)
+    eigenvalues, eigenvectors = torch.linalg.eigh(torch.ldexp(gram, -power[..., None, None]))
+    energies = torch.ldexp(eigenvalues, power[..., None]).flip(-1)[..., :rank].clamp_min(SMALLEST_EIGENVALUE)
     u = eigenvectors.flip(-1)[..., :rank]
     sigma = energies.sqrt()[..., None, :]
     return PageEigen(
