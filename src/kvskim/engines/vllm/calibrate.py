@@ -26,7 +26,8 @@ from kvskim.selectors.base import PageTables, Selector
 from kvskim.selectors.sketch import SketchTables
 
 if TYPE_CHECKING:
-    from kvskim.engines.vllm.state import LayerState, SkimState
+    from kvskim.engines.vllm.layer_state import LayerState
+    from kvskim.engines.vllm.state import SkimState
 
 CAPTURE_TOKENS = 4096
 """Prefill tokens whose keys are read."""

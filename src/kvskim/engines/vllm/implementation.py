@@ -13,9 +13,10 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from kvskim.engines.vllm.facts import decodes_alone, engine_facts, is_draft_model, layer_index
+from kvskim.engines.vllm.layer_state import LayerState
 from kvskim.engines.vllm.metadata import SkimMetadata
 from kvskim.engines.vllm.staging import StagedRows
-from kvskim.engines.vllm.state import LayerState, SkimState
+from kvskim.engines.vllm.state import SkimState
 from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal, mixed_windows_refusal, tier_layer_refusal
 from kvskim.errors import UnsupportedError
 

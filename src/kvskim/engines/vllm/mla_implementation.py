@@ -18,9 +18,10 @@ from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLAImpl
 
 from kvskim.engines.vllm.calibrate import QUERY_STRIDE
 from kvskim.engines.vllm.facts import decodes_alone, engine_facts, is_draft_model, layer_index
+from kvskim.engines.vllm.layer_state import LayerState
 from kvskim.engines.vllm.mla_loading import call_after_loading, plain_defaults
 from kvskim.engines.vllm.mla_metadata import SkimMlaMetadata
-from kvskim.engines.vllm.state import LayerState, SkimState
+from kvskim.engines.vllm.state import SkimState
 from kvskim.engines.vllm.support import LayerFacts, engine_refusal, layer_refusal, mla_refusal
 from kvskim.ops.latent_query import LatentQuery
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kvskim.engines.vllm.calibrate import ENCODE_PAGES
+from kvskim.engines.vllm.layer_state import LayerState
 from kvskim.engines.vllm.report import Activity, last_step
-from kvskim.engines.vllm.state import LayerState, SkimState
+from kvskim.engines.vllm.state import SkimState
 from kvskim.layout import PAGE_TOKENS
 from kvskim.ops.encode import encode, encoders
 from kvskim.rules import RuleParameters

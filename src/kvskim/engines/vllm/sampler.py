@@ -17,7 +17,7 @@ from kvskim.layout import PAGE_TOKENS
 from kvskim.metrics import Sample, SkimMetrics
 
 if TYPE_CHECKING:
-    from kvskim.engines.vllm.state import LayerState
+    from kvskim.engines.vllm.layer_state import LayerState
 
 SAMPLE_SECONDS = 10.0
 TIER_NUMBERS = 4

@@ -42,8 +42,8 @@ from kvskim.tier.host_memory import (
 from kvskim.tier.pages import HotCache, hot_slots, join_tier, make_hot_cache
 
 if TYPE_CHECKING:
+    from kvskim.engines.vllm.layer_state import LayerState
     from kvskim.engines.vllm.staging import StagedRows
-    from kvskim.engines.vllm.state import LayerState
 
 HOT_SHARE = {"mem-v": 0.012, "mem-kv": 0.5}
 """Hot cache, where ``hot_cache_gib`` is not set, as a share of the memory that vLLM gives to its cache. Without keys and values records are all that it
