@@ -2,8 +2,8 @@
 
     python benchmarks/attend_shapes.py [--host]
 
-Microseconds of one launch, median of replays of a CUDA graph over rotating buffers, and bytes of K and V per second. ``--host`` needs a checkout: it takes
-turns of `tests/gpu/vllm/tier_missing.py` to lose pages of a hot cache.
+Microseconds of one launch, median of replays of a CUDA graph over rotating buffers, and bytes of K and V per second. ``--host`` needs the
+repository: it uses `tests/gpu/vllm/tier_operations.py` and `tier_missing.py`.
 """
 
 from __future__ import annotations

@@ -241,16 +241,8 @@ def test_every_benchmark_has_tasks_and_a_place_on_the_hub():
     (["longbench", "--samples", "-1"], "--samples is -1; it must be at least 0"),
     (["math-500", "--markdown", "/nowhere/x.md"], "--markdown /nowhere/x.md: the folder"),
 ])
-def test_a_wrong_option_is_one_sentence(arguments, words, monkeypatch, capsys):
-    from kvskim import cli
-
-    monkeypatch.setattr("sys.argv", ["kvskim", "eval", "benchmark", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    shown = capsys.readouterr()
-    assert stop.value.code == 2
-    assert words in shown.err
-    assert shown.err.strip().count("\n") == 0
+def test_a_wrong_option_is_one_sentence(arguments, words, refused):
+    refused(words, "eval", "benchmark", *arguments)
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

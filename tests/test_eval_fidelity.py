@@ -254,16 +254,8 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     (["--engine", "vllm", "--dtype", "bfloat16"], "--dtype is 'bfloat16'; --engine vllm takes"),
     (["--engine", "vllm"], "needs a Hugging Face model directory, and demo is none"),
 ])
-def test_a_wrong_option_is_one_sentence(arguments, words, monkeypatch, capsys):
-    from kvskim import cli
-
-    monkeypatch.setattr("sys.argv", ["kvskim", "eval", "fidelity", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    shown = capsys.readouterr()
-    assert stop.value.code == 2
-    assert words in shown.err
-    assert shown.err.strip().count("\n") == 0
+def test_a_wrong_option_is_one_sentence(arguments, words, refused):
+    refused(words, "eval", "fidelity", *arguments)
 
 
 def test_through_vllm(monkeypatch, tmp_path):

@@ -121,13 +121,5 @@ def test_a_time_limit_ends_a_run_after_whole_samples(monkeypatch):
     (["ruler", "--time-limit", "nan"], "--time-limit is nan"), (["ruler", "--limit", "-2"], "--limit is -2; it must be at least 0"),
     (["fidelity", "--workers", "0"], "--workers is 0"), (["fidelity", "--engine", "vllm", "--workers", "2"], "--workers is 2; --engine vllm runs one engine"),
 ])
-def test_a_wrong_option_is_one_sentence(arguments, words, monkeypatch, capsys):
-    from kvskim import cli
-
-    monkeypatch.setattr("sys.argv", ["kvskim", "eval", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    shown = capsys.readouterr()
-    assert stop.value.code == 2
-    assert words in shown.err
-    assert shown.err.strip().count("\n") == 0
+def test_a_wrong_option_is_one_sentence(arguments, words, refused):
+    refused(words, "eval", *arguments)

@@ -275,16 +275,8 @@ def test_an_engine_ends_with_the_process_that_started_it(tmp_path):
     (["--gpu-memory", "0.5"], "--gpu-memory is 0.5; it is for --engine vllm: leave it out"),
     (["--engine", "vllm"], "--engine vllm needs a Hugging Face model directory, and demo is none"),
 ])
-def test_a_wrong_option_is_one_sentence_before_any_work(arguments, words, monkeypatch, capsys):
-    from kvskim import cli
-
-    monkeypatch.setattr("sys.argv", ["kvskim", "eval", "ruler", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    shown = capsys.readouterr()
-    assert stop.value.code == 2
-    assert words in shown.err
-    assert shown.err.strip().count("\n") == 0
+def test_a_wrong_option_is_one_sentence_before_any_work(arguments, words, refused):
+    refused(words, "eval", "ruler", *arguments)
 
 
 def test_without_a_gpu_or_with_latent_attention_or_too_few_positions_it_is_one_sentence(folder, played, monkeypatch, tmp_path):

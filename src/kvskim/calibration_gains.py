@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvskim.layout import PAGE_TOKENS, dct_matrix
+from kvskim.calibration_heads import page_ages
+from kvskim.layout import PAGE_TOKENS, ceil_div, dct_matrix
 from kvskim.rules.parameters import DEFAULT_WINDOW_PAGES
 from kvskim.selectors.sketch import SketchTables, encode_codes
 
@@ -40,7 +41,7 @@ def stretch_modes(tables: SketchTables, pages: Tensor, queries: Tensor, first: T
     heads = pages.shape[0]
     device = pages.device
     layout, transform = tables.layout, dct_matrix(device=device)
-    stride = max(1, -(-queries.shape[1] // SAMPLED_QUERIES))
+    stride = max(1, ceil_div(queries.shape[1], SAMPLED_QUERIES))
     sample = queries[:, ::stride].unflatten(0, (heads, -1)).float()
     at = None if positions is None else positions[::stride].to(device)
     local = tables.to(device)
@@ -60,7 +61,7 @@ def stretch_modes(tables: SketchTables, pages: Tensor, queries: Tensor, first: T
         ], -1)  # [H, N, P, 16]
         log_mass = logits.logsumexp(-1)
         if at is not None:
-            age = torch.div(at[start : start + BLOCK_QUERIES, None] - first.to(device), PAGE_TOKENS, rounding_mode="floor").repeat(group, 1)
+            age = page_ages(at[start : start + BLOCK_QUERIES], first).repeat(group, 1)
             log_mass = log_mass.masked_fill(age < 0, torch.finfo(torch.float32).min)
         importance = (0.5 * log_mass.log_softmax(-1)).exp()
         if at is not None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvskim.layout import PAGE_TOKENS
+from kvskim.layout import PAGE_TOKENS, ceil_div
 from kvskim.rules.parameters import DEFAULT_WINDOW_PAGES
 
 SAMPLED_QUERIES = 256
 """Queries of each head that are looked at, at most: the weights are means over many pages, and every query costs a product with all keys."""
 BLOCK_QUERIES = 8
 """Queries of each head at a time: bounds the memory for their logits."""
+
+
+def page_ages(positions: Tensor, first: Tensor) -> Tensor:
+    """Pages between that of each query (int64 ``[n]``) and each page (its first position, int64 ``[P]``), ``[n, P]``: 0 for its own, less for later ones."""
+    return torch.div(positions[:, None] - first.to(positions.device), PAGE_TOKENS, rounding_mode="floor")
 
 
 def head_weights(pages: Tensor, queries: Tensor, first: Tensor, positions: Tensor | None) -> Tensor:
@@ -32,7 +37,7 @@ def head_weights(pages: Tensor, queries: Tensor, first: Tensor, positions: Tenso
         float32 ``[Hq]``, mean 1 in every group; ones where no page lies before a query.
     """
     heads = pages.shape[0]
-    stride = max(1, -(-queries.shape[1] // SAMPLED_QUERIES))
+    stride = max(1, ceil_div(queries.shape[1], SAMPLED_QUERIES))
     sample = queries[:, ::stride].unflatten(0, (heads, -1)).float()
     at = None if positions is None else positions[::stride].to(pages.device)
     total = torch.zeros(sample.shape[:2], device=pages.device)
@@ -42,8 +47,7 @@ def head_weights(pages: Tensor, queries: Tensor, first: Tensor, positions: Tenso
         if at is None:
             mass = logits.softmax(-1)
         else:
-            # Pages between that of the query and a page, which is 0 for its own.
-            age = torch.div(at[start : start + BLOCK_QUERIES, None] - first.to(pages.device), PAGE_TOKENS, rounding_mode="floor")
+            age = page_ages(at[start : start + BLOCK_QUERIES], first)
             # Not minus infinity: a query that sees no page would have no mass that is a number.
             mass = logits.masked_fill(age < 0, torch.finfo(torch.float32).min).softmax(-1).masked_fill(age < DEFAULT_WINDOW_PAGES, 0)
         total += mass.square().sum(-1).sum(-1)

@@ -138,12 +138,7 @@ def fidelity(
     from kvskim.eval.workers import Setup, run_jobs
 
     require_packages("transformers", *(["matplotlib"] if plot_path else []))
-    if engine not in ("transformers", "vllm"):
-        raise KvskimError(f"--engine is {engine!r}; it must be transformers or vllm")
-    if engine == "vllm" and selectors == DEFAULT_METHODS:
-        selectors = ENGINE_METHODS
-    if engine == "vllm" and dtype != "float32":
-        raise KvskimError(f"--dtype is {dtype!r}; --engine vllm takes the type that the model's configuration names: leave it out")
+    selectors = _check_engine(engine, selectors, dtype)
     if engine == "vllm" and workers > 1:
         raise KvskimError(f"--workers is {workers}; --engine vllm runs one engine at a time: leave it out")
     methods, settings = _compared(selectors, rule, budgets, tau, coverage)
@@ -213,7 +208,8 @@ def ruler(
     named = _words(tasks)
     chosen = check_tasks(named, list(TASKS)) if named else list(RULER_TASKS)
     lengths = _whole_numbers(contexts, "--contexts", SHORTEST, LONGEST)
-    selectors = _check_ruler_engine(engine, selectors, sparse_from, gpu_memory, dtype)
+    selectors = _check_engine(engine, selectors, dtype)
+    _check_ruler_engine(engine, sparse_from, gpu_memory)
     methods, settings = _compared(selectors, rule, budgets, tau, coverage)
     _check_least(("--samples", samples, 1), ("--seeds", seeds, 1), ("--first-seed", first_seed, 0), ("--workers", workers, 1), ("--limit", limit, 0))
     _check_time_limit(time_limit)
@@ -314,21 +310,27 @@ def _check_least(*options: tuple[str, int, int]) -> None:
             raise KvskimError(f"{option} is {value}; it must be at least {least}")
 
 
-def _check_ruler_engine(engine: str, selectors: str, sparse_from: str, gpu_memory: float, dtype: str) -> str:
-    """Refuse options of `eval ruler` that its engine does not have; the methods to compare, which depend on the engine where the user named none."""
+def _check_engine(engine: str, selectors: str, dtype: str) -> str:
+    """The methods to compare, which depend on the engine where the user named none; raises KvskimError for an engine or a type that it does not have."""
     if engine not in ("transformers", "vllm"):
         raise KvskimError(f"--engine is {engine!r}; it must be transformers or vllm")
     if engine == "transformers":
-        if gpu_memory != DEFAULT_GPU_MEMORY:
-            raise KvskimError(f"--gpu-memory is {gpu_memory}; it is for --engine vllm: leave it out")
         return selectors
     if dtype != "float32":
         raise KvskimError(f"--dtype is {dtype!r}; --engine vllm takes the type that the model's configuration names: leave it out")
+    return ENGINE_METHODS if selectors == DEFAULT_METHODS else selectors
+
+
+def _check_ruler_engine(engine: str, sparse_from: str, gpu_memory: float) -> None:
+    """Refuse options of `eval ruler` alone that its engine does not have."""
+    if engine == "transformers":
+        if gpu_memory != DEFAULT_GPU_MEMORY:
+            raise KvskimError(f"--gpu-memory is {gpu_memory}; it is for --engine vllm: leave it out")
+        return
     if sparse_from != "answer":
         raise KvskimError(f"--sparse-from is {sparse_from!r}; --engine vllm reads the whole prompt with full attention: leave it out")
     if not 0 < gpu_memory <= 1:
         raise KvskimError(f"--gpu-memory is {gpu_memory}; it must be greater than 0 and at most 1")
-    return ENGINE_METHODS if selectors == DEFAULT_METHODS else selectors
 
 
 def _check_time_limit(seconds: float) -> None:

@@ -97,15 +97,13 @@ class ModelAnswerer:
         model = self.model
         if self.calibrations.needs_text(self.methods):
             self.calibrations.read_text(self.methods)
-        split = [self.prompts.parts(sample, q) for q in sample.questions]
-        # A longer question may have cost the context some of its middle; the shortest context is then the one for all.
-        before = min((head for head, _ in split), key=len)
-        room = max(len(tail) + q.limit for (_, tail), q in zip(split, sample.questions)) + PAGE_TOKENS
+        before, tails = self.prompts.split(sample)
+        room = max(len(tail) + q.limit for tail, q in zip(tails, sample.questions)) + PAGE_TOKENS
         model.reserve(len(before) + room)
         model.prefill(torch.tensor(before), query_stride=max(8, len(before) // 4096))
         self.calibrations.new_prompt()
         captured, places, observed = model.captured, model.captured_positions, model.observed
-        for index, (question, (_, tail)) in enumerate(zip(sample.questions, split)):
+        for index, (question, tail) in enumerate(zip(sample.questions, tails)):
             prompt = torch.tensor(before + tail)
             model.captured, model.captured_positions = {layer: list(parts) for layer, parts in captured.items()}, list(places)
             model.observed = dict(observed)

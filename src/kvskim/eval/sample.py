@@ -88,6 +88,12 @@ class PromptFormat:
             raise KvskimError(f"a question of the task {sample.task} has no words: there is nothing to answer")
         return self._shortened(sample.task, before, len(after), question.limit), after
 
+    def split(self, sample: Sample) -> tuple[list[int], list[list[int]]]:
+        """Token ids of what comes before all questions of a sample, and of the rest for each of them; see `parts`."""
+        split = [self.parts(sample, question) for question in sample.questions]
+        # A longer question may have cost the context some of its middle; the shortest context is then the one for all.
+        return min((before for before, _ in split), key=len), [after for _, after in split]
+
     def check_room(self, samples: Iterable[Sample]) -> None:
         """Refuse, before any of them is read, samples whose question and answer alone leave no room for a context; raises KvskimError."""
         for sample in samples:

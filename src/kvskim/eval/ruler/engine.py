@@ -57,11 +57,10 @@ def prompts_of(prompts: PromptFormat, job: Job, limit: int) -> list[Prompt]:
     limit: most tokens of an answer where a question allows more; 0: as the question says.
     """
     (sample,) = make_samples(job.task, job.context, 1, prompts, job.seed, job.index)
-    split = [prompts.parts(sample, question) for question in sample.questions]
-    before = min((head for head, _ in split), key=len)
+    before, tails = prompts.split(sample)
     return [
         Prompt(job, index, question, np.array(before + tail, dtype=np.int32), min(question.limit, limit or question.limit))
-        for index, (question, (_, tail)) in enumerate(zip(sample.questions, split))
+        for index, (question, tail) in enumerate(zip(sample.questions, tails))
     ]
 
 
