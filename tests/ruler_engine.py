@@ -39,7 +39,7 @@ class PlayedEngine:
 
     def use_rule(self, rule, *, whole=False):
         self.rule = None if whole else rule
-        self.calls.append("whole" if whole else rule.budget_pages or rule.rule)
+        self.calls.append("whole" if whole else rule.budget_pages or rule.tau)
 
     def answer(self, prompts, limits, settled=lambda index, tokens: False):
         import numpy as np

@@ -158,7 +158,7 @@ def test_a_real_answerer_reads_short_and_long_contexts(tmp_path):
     """Contexts of a few tokens, as of mathematics, and ones that must be cut, go through the same model."""
     write(tmp_path, "test.jsonl", [{"problem": "one: 11 two: 22 three", "answer": "22"}])
     model = lookup_model()
-    settings = settings_of("budget", [3], 0.007, 0.95)
+    settings = settings_of("budget", [3], [0.007], 0.95)
     methods = parse_methods("full,snapkv,rkv,lazyeviction")
     answerer = ModelAnswerer(model, PromptFormat(model.tokenizer), methods, settings, Calibrations(model, "prompt"))
     result, _ = run_benchmark(read_benchmark("math-500", tmp_path, limit=3), answerer, heads=1, log=lambda _: None)
@@ -239,6 +239,7 @@ def test_every_benchmark_has_tasks_and_a_place_on_the_hub():
 @pytest.mark.parametrize(("arguments", "words"), [
     (["longbenhc"], "'longbenhc' is no benchmark"), (["longbench", "--data", "/nowhere"], "--data /nowhere is no directory"),
     (["longbench", "--samples", "-1"], "--samples is -1; it must be at least 0"),
+    (["longbench", "--tau", "0.007,1.5"], "--tau has '1.5'; a threshold is a number greater than 0 and at most 1"),
     (["math-500", "--markdown", "/nowhere/x.md"], "--markdown /nowhere/x.md: the folder"),
 ])
 def test_a_wrong_option_is_one_sentence(arguments, words, refused):
@@ -252,11 +253,13 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     model = lookup_model()
     monkeypatch.setattr("kvskim.cli_eval._load", lambda *arguments: model)
     monkeypatch.setattr("sys.argv", ["kvskim", "eval", "benchmark", "longbench", "demo", "--data", str(tmp_path), "--selectors", "full,oracle",
-                                     "--budgets", "64", "--rule", "budget", "--calibration", "prompt", "--json", str(tmp_path / "b.json")])
+                                     "--budgets", "64", "--tau", "0.3,0.001", "--calibration", "prompt", "--json", str(tmp_path / "b.json")])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 0
     result = json.loads((tmp_path / "b.json").read_text())
     assert result["benchmark"] == "longbench"
-    assert [row["task"] for row in result["answers"]] == ["hotpotqa", "hotpotqa"]
+    assert [(row["task"], row["setting"]) for row in result["answers"]] == [
+        ("hotpotqa", "all"), ("hotpotqa", "64 tokens"), ("hotpotqa", "threshold 0.3"), ("hotpotqa", "threshold 0.001"),
+    ]
     assert "| oracle | 64 tokens |" in capsys.readouterr().out

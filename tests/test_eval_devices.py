@@ -12,7 +12,7 @@ from kvskim.selectors import SELECTORS
 from tiny import CharacterTokenizer, tiny_model
 
 TOKENS = 202
-SETTINGS = settings_of("budget,threshold,coverage", [4, 6], 0.05, 0.8)
+SETTINGS = settings_of("budget,threshold,coverage", [4, 6], [0.05], 0.8)
 
 
 class Tables:

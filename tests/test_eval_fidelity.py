@@ -55,7 +55,7 @@ class Fixed(Policy):
 
 
 def rows_of(model, windows, methods, rules="budget", budgets=(4,), decoded=24):
-    settings = settings_of(rules, budgets, 0.007, 0.95)
+    settings = settings_of(rules, budgets, [0.007], 0.95)
     result = run_fidelity(model, windows, decoded, parse_methods(methods), settings, Calibrations(model, "prompt"), log=lambda _: None)
     return result, {(row["method"], row["setting"]): row for row in result["rows"]}
 
@@ -175,7 +175,7 @@ def test_first_divergence_counts_greedy_tokens(model, window):
     from kvskim.eval.generation import greedy
     from kvskim.eval.methods import PromptPolicies
 
-    methods, settings = [Method("mean", "mean")], settings_of("budget", [3], 0.007, 0.95)
+    methods, settings = [Method("mean", "mean")], settings_of("budget", [3], [0.007], 0.95)
     results = measure_window(model, window, 24, methods, settings, Calibrations(model, "prompt"))
     prompt = torch.tensor(window[:257])
     full = greedy(model, prompt, None, 23)
@@ -231,14 +231,20 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.txt").write_text("".join(chr(33 + (i * i) % 60) for i in range(400)), encoding="utf-8")
     monkeypatch.setattr("kvskim.cli_eval._load", lambda *arguments: model)
     monkeypatch.setattr("sys.argv", ["kvskim", "eval", "fidelity", "demo", "--text", str(tmp_path / "mine.txt"), "--tokens", "200", "--decoded", "20",
-                                     "--seeds", "2", "--selectors", "full,mean", "--budgets", "4p", "--calibration", "prompt",
+                                     "--seeds", "2", "--selectors", "full,oracle,mean", "--budgets", "4p", "--tau", "0.2,0.007", "--calibration", "prompt",
                                      "--json", str(tmp_path / "f.json"), "--markdown", str(tmp_path / "f.md"), "--plot", str(tmp_path / "f.png")])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 0
     result = json.loads((tmp_path / "f.json").read_text())
     assert result["texts"] == {str(tmp_path / "mine.txt"): 2}
-    assert [(row["method"], row["setting"]) for row in result["rows"]] == [("full", "all"), ("mean", "64 tokens"), ("mean", "threshold 0.007")]
+    pages = {(row["method"], row["setting"]): row["pages"] for row in result["rows"]}
+    settings = ["64 tokens", "threshold 0.2", "threshold 0.007"]
+    assert list(pages) == [("full", "all"), *(("oracle", setting) for setting in settings), *(("mean", setting) for setting in settings)]
+    # Sink, window and the least that a threshold takes of the others.
+    assert pages["oracle", "threshold 0.2"] == 1 + 2 + 8 < pages["oracle", "threshold 0.007"] <= pages["full", "all"]
+    assert pages["mean", "threshold 0.2"] <= pages["mean", "threshold 0.007"]
+    assert "| mean | threshold 0.007 |" in (tmp_path / "f.md").read_text()
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "f.md").read_text().startswith("# Fidelity\n\nMade by `kvskim eval fidelity demo")
     assert "| mean | 64 tokens |" in capsys.readouterr().out
@@ -246,6 +252,7 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--text", "/nowhere/x"], "--text /nowhere/x: there is no such file"), (["--tokens", "200"], "--tokens is 200; it must be at least 256"),
+    (["--tau", "0.01,0"], "--tau has '0'; a threshold is"), (["--tau", "0.01,0.010"], "--tau has '0.01' and '0.010', which are both"),
     (["--decoded", "1"], "--decoded is 1"), (["--seeds", "0"], "--seeds is 0"),
     (["--engine", "cuda"], "--engine is 'cuda'; it must be transformers or vllm"),
     (["--engine", "vllm", "--plot", "x.png"], "--plot needs --engine transformers"), (["--engine", "vllm", "--selectors", "snapkv"], "--selectors has snapkv"),
@@ -278,14 +285,15 @@ def test_through_vllm(monkeypatch, tmp_path):
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *a, **k: Tokenizer())
     result = fidelity_vllm.run(
         str(tmp_path), {"t": "x" * 5000}, tokens=200, decoded=20, seeds=2, methods=parse_methods("full,mean,rki4:rank=4"),
-        settings=settings_of("budget,threshold,coverage", [8], 0.01, 0.9), calibration="text", log=lambda _: None,
+        settings=settings_of("budget,threshold,coverage", [8], [0.01, 0.002], 0.9), calibration="text", log=lambda _: None,
     )
-    assert [call[1:] for call in calls] == [(2, {180}, 20)] * 7
+    assert [call[1:] for call in calls] == [(2, {180}, 20)] * 9
     given = [SkimConfig(**call[0]) for call in calls[1:]]
     assert calls[0][0] is None
-    assert [(c.selector, c.rule) for c in given[3:]] == [("rki4", "budget"), ("rki4", "threshold"), ("rki4", "coverage")]
-    assert (given[3].budget_pages, given[4].tau, given[5].coverage, given[3].selector_options["rank"]) == (8, 0.01, 0.9, 4)
-    mean, rki4 = result["rows"][0], result["rows"][3]
+    assert [(c.selector, c.rule) for c in given[4:]] == [("rki4", "budget"), ("rki4", "threshold"), ("rki4", "threshold"), ("rki4", "coverage")]
+    assert (given[4].budget_pages, given[5].tau, given[6].tau, given[7].coverage, given[4].selector_options["rank"]) == (8, 0.01, 0.002, 0.9, 4)
+    assert [row["setting"] for row in result["rows"][:4]] == ["128 tokens", "threshold 0.01", "threshold 0.002", "coverage 0.9"]
+    mean, rki4 = result["rows"][0], result["rows"][4]
     assert (mean["equal"], mean["tokens"], rki4["equal"], rki4["tokens"]) == (1, 7 / 8, 2, 1.0)
     assert (mean["share"], mean["covered"]) == (0.25, 0.9)
     assert result["texts"] == {"t": 2}
@@ -299,7 +307,7 @@ def test_a_folder_without_a_tokenizer_and_a_machine_without_vllm_are_one_sentenc
 
     def run():
         fidelity_vllm.run(
-            str(tmp_path), {"t": "x"}, tokens=200, decoded=20, seeds=1, methods=parse_methods("full,mean"), settings=settings_of("budget", [8], 0.01, 0.9),
+            str(tmp_path), {"t": "x"}, tokens=200, decoded=20, seeds=1, methods=parse_methods("full,mean"), settings=settings_of("budget", [8], [0.01], 0.9),
             calibration="text",
         )
 

@@ -7,7 +7,7 @@ from eval_lookup import lookup_model
 from kvskim.calibration import CalibrationError, fit_layer
 from kvskim.errors import KvskimError
 from kvskim.eval.generation import draft, first_divergence, greedy
-from kvskim.eval.methods import Calibrations, Method, PromptPolicies, parse_budgets, parse_methods, settings_of
+from kvskim.eval.methods import Calibrations, Method, PromptPolicies, parse_budgets, parse_methods, parse_taus, settings_of
 from kvskim.eval.model import ATTENTION_NAME, EvalModel, register_attention
 from kvskim.eval.policy import Policy
 from kvskim.eval.statistics import mean_interval, strata_interval
@@ -58,7 +58,7 @@ class OneByOne(Every):
 
 
 def policy_of(model, tokens, budget=4):
-    methods, settings = [Method("mean", "mean")], settings_of("budget", [budget], 0.007, 0.95)
+    methods, settings = [Method("mean", "mean")], settings_of("budget", [budget], [0.007], 0.95)
     return next(iter(PromptPolicies(model, tokens, Calibrations(model, "prompt")).each(methods, settings)))[2]
 
 
@@ -161,7 +161,7 @@ def test_the_last_queries_of_a_prompt_are_kept_scaled(model, prompt):
 
 
 def test_records_of_the_prompt_are_shared_by_budgets_and_hold_no_decoded_page(model, prompt):
-    methods, settings = [Method("mean", "mean")], settings_of("budget", [3, 8], 0.007, 0.95)
+    methods, settings = [Method("mean", "mean")], settings_of("budget", [3, 8], [0.007], 0.95)
     policies = []
     for _, _, policy in PromptPolicies(model, 202, Calibrations(model, "prompt")).each(methods, settings):
         greedy(model, prompt, policy, 30)
@@ -199,7 +199,7 @@ def test_a_wrong_method_is_one_sentence(text, words):
 
 def test_budgets_and_rules_of_a_list():
     assert parse_budgets("64, 8p,128") == [4, 8]
-    settings = settings_of("budget,threshold,coverage", [4], 0.01, 0.9)
+    settings = settings_of("budget,threshold,coverage", [4], [0.01], 0.9)
     assert [(s.label, s.budget_tokens) for s in settings] == [("64 tokens", 64), ("threshold 0.01", None), ("coverage 0.9", None)]
     assert settings[0].parameters.budget_pages == 4
     assert settings[1].parameters.tau == 0.01
@@ -207,14 +207,37 @@ def test_budgets_and_rules_of_a_list():
     for text in ("32", "2p", "100", "x", "", "64,-64", "p"):
         with pytest.raises(KvskimError, match="--budgets has"):
             parse_budgets(text)
-    for rules, tau, coverage, words in (("lottery", 0.1, 0.9, "--rule has 'lottery'"), ("", 0.1, 0.9, "--rule is ''"), ("budget", 0, 0.9, "--tau is 0"),
-                                        ("budget", 0.1, 1.5, "--coverage is 1.5")):
+    for rules, coverage, words in (("lottery", 0.9, "--rule has 'lottery'"), ("", 0.9, "--rule is ''"), ("budget", 1.5, "--coverage is 1.5")):
         with pytest.raises(KvskimError, match=words):
-            settings_of(rules, [4], tau, coverage)
+            settings_of(rules, [4], [0.1], coverage)
+
+
+def test_every_threshold_of_a_list_is_a_setting_of_its_own():
+    assert parse_taus("0.005, 7e-3,1") == [0.005, 0.007, 1.0]
+    settings = settings_of("threshold,budget", [4], parse_taus("0.005,7e-3"), 0.9)
+    assert [s.label for s in settings] == ["threshold 0.005", "threshold 0.007", "64 tokens"]
+    assert [s.parameters.tau for s in settings[:2]] == [0.005, 0.007]
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    *(
+        (f"0.1,{word}", f"--tau has {word!r}; a threshold is a number greater than 0 and at most 1, such as ")
+        for word in ("0", "1.5", "-0.1", "x", "nan", "inf", "")
+    ),
+    ("0.005,0.01,0.005", "--tau has '0.005' and '0.005', which are both the setting 'threshold 0.005': leave one of them out"),
+    ("0.01,1e-2", "--tau has '0.01' and '1e-2', which are both the setting 'threshold 0.01'"),
+    # Tables know settings by their labels, which would be the same.
+    ("0.005,0.0050000001", "--tau has '0.005' and '0.0050000001', which are both the setting 'threshold 0.005'"),
+])
+def test_a_wrong_threshold_is_one_sentence(text, words):
+    with pytest.raises(KvskimError) as error:
+        parse_taus(text)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_baseline_has_budgets_only(model, prompt):
-    methods, settings = parse_methods("full,snapkv,oracle"), settings_of("budget,threshold", [4, 8], 0.007, 0.95)
+    methods, settings = parse_methods("full,snapkv,oracle"), settings_of("budget,threshold", [4, 8], [0.007], 0.95)
     found = PromptPolicies(model, 202, Calibrations(model, "prompt")).each(methods, settings)
     assert [(method.name, setting.label) for method, setting, _ in found] == [
         ("snapkv", "64 tokens"), ("snapkv", "128 tokens"), ("oracle", "64 tokens"), ("oracle", "128 tokens"), ("oracle", "threshold 0.007"),

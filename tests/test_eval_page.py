@@ -92,13 +92,33 @@ def test_a_sample_that_two_runs_have_counts_once():
         join_runs([("a", first), ("b", run_of([7], 1, {0: 0.0}, kv_heads=5))])
 
 
+def test_every_threshold_of_joined_runs_has_a_column():
+    def under(seed, settings, **more):
+        answers = [
+            row("vt", 0, method, setting, score).as_dict() for method, setting, score in (("full", "all", 1.0), *(("sketch", s, 0.5) for s in settings))
+        ]
+        return run_of([seed], 1, {}, answers=answers, **more)
+
+    both = ("threshold 0.007", "threshold 0.005")
+    text = ruler_section("Tiny", with_tables(join_runs([("a", under(0, both)), ("b", under(1, both))])), "sketch", "full")
+    assert "| method | threshold 0.007 | threshold 0.005 |" in text
+    assert text.count("\n| sketch | threshold 0.00") == 2
+    assert "sketch minus full, in points: threshold 0.007 -50.0 [-50.0, -50.0], threshold 0.005 -50.0 [-50.0, -50.0]." in text
+    # Equal commands of two versions with other defaults.
+    with pytest.raises(KvskimError, match=r"^b has answers under threshold 0.005, a under threshold 0.007: give it a name of its own$"):
+        join_runs([("a", under(0, ["64 tokens", both[0]])), ("b", under(1, ["64 tokens", both[1]]))])
+    # Where the engines of all selectors failed, full attention is left.
+    assert len(join_runs([("a", under(0, both)), ("b", under(1, ()))])["answers"]) == 4
+
+
 def test_the_command_joins_files_of_one_name(tmp_path, monkeypatch, capsys):
     several = "kvskim eval ruler Tiny --samples 2 --selectors full,sketch --budgets 64 --device cuda --first-seed 3 --time-limit 9 --json b.json"
     runs = dict(
         a=run_of([0], 2, {0: 1.0}, command="kvskim eval ruler Tiny --budgets 64 --selectors full,sketch --rule budget,threshold"),
         b=run_of([3], 2, {0: 0.5}, command=several), c=run_of([4], 2, {0: 0.0}, command=several + " --limit 8"),
         d=run_of([4], 2, {0: 0.0}, command=several.replace("Tiny", "Other")), e=run_of([4], 2, {0: 0.0}, command="python x.py"),
-        f=run_of([4], 2, {0: 0.0}, command=several + " --no-such 1"),
+        f=run_of([4], 2, {0: 0.0}, command=several + " --no-such 1"), g=run_of([4], 2, {0: 0.0}, command=several + " --tau 0.02,0.005"),
+        h=run_of([5], 2, {0: 0.0}, command=several + " --tau 5e-3,0.020"), i=run_of([6], 2, {0: 0.0}, command=several + " --tau x"),
     )
     for name, result in runs.items():
         (tmp_path / name).write_text(json.dumps(result), encoding="utf-8")
@@ -106,11 +126,14 @@ def test_the_command_joins_files_of_one_name(tmp_path, monkeypatch, capsys):
     code, shown = run(monkeypatch, capsys, "--ruler", "T=a", "--ruler", "Alone=c", "--ruler", "T=b", "--json", "q.json")
     assert code == 0
     assert "## RULER, T\n" in shown.out
+    # The same thresholds, otherwise written.
+    assert run(monkeypatch, capsys, "--ruler", "T=g", "--ruler", "T=h")[0] == 0
     kept = json.loads((tmp_path / "q.json").read_text(encoding="utf-8"))["ruler"]
     assert {name: result["tables"]["4096"][1]["score"]["mean"] for name, result in kept.items()} == {"T": 0.75, "Alone": 0.0}
     assert [made["command"] for made in kept["T"]["runs"]] == [runs["a"]["command"], several]
     for file, words in (
         ("c", "c was made with --limit 8, a with --limit 0: give it a name of its own"), ("d", "d was made with the model Other, a with the model Tiny"),
+        ("g", "g was made with --tau 0.02,0.005, a with --tau "), ("i", "i can't be joined with another file"),
         ("e", "e can't be joined with another file: its command is none of"), ("f", "f can't be joined with another file"),
     ):
         code, shown = run(monkeypatch, capsys, "--ruler", "T=a", "--ruler", f"T={file}")
@@ -137,6 +160,9 @@ def test_a_section_of_fidelity():
     assert "| oracle | 0.1000 / 0.2000 | 0.1000 / 0.2000, 3.5 / 3.5 pages |" in text
     assert "| far | 0.0500 / 0.3000 (0.50 / 1.50) |" in text
     assert "- 64 tokens: within 1.1 times the oracle on every text: near.\n" in text
+    two = fidelity_section("Tiny", fidelity_result(("threshold 0.007", "threshold 0.005")))
+    assert "| method | threshold 0.007 | threshold 0.005 |" in two
+    assert "- threshold 0.007: within 1.1 times the oracle on every text: near.\n- threshold 0.005: within" in two
     assert "within" not in fidelity_section("Tiny", without_oracle(fidelity_result()))
 
 

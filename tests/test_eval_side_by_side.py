@@ -33,7 +33,7 @@ def prefilled(model, tokens) -> torch.Tensor:
 
 
 def policies_of(model, tokens, name, rules="budget,threshold,coverage", budgets=(4, 6, 9)):
-    settings = settings_of(rules, budgets, 0.05, 0.8)
+    settings = settings_of(rules, budgets, [0.05], 0.8)
     return [policy for _, _, policy in PromptPolicies(model, tokens, Calibrations(model, "prompt")).each(parse_methods(name), settings)]
 
 

@@ -30,7 +30,7 @@ def prompt(model) -> torch.Tensor:
 
 
 def policies_of(model, tokens, names="rkv,triattention,lazyeviction", budgets=(3, 6)):
-    settings = settings_of("budget", budgets, 0.007, 0.95)
+    settings = settings_of("budget", budgets, [0.007], 0.95)
     return [policy for _, _, policy in PromptPolicies(model, tokens, Calibrations(model, "prompt")).each(parse_methods(names), settings)]
 
 

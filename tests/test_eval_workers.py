@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 
 
 def test_processes_give_what_one_gives(folder):
-    methods, settings = parse_methods("full,oracle,rkv"), settings_of("budget", [4], 0.007, 0.95)
+    methods, settings = parse_methods("full,oracle,rkv"), settings_of("budget", [4], [0.007], 0.95)
     model = load_named(folder)
     prompts = PromptFormat(model.tokenizer)
     here = in_turn(ModelAnswerer(model, prompts, methods, settings, Calibrations(model, "prompt"), limit=6), prompts)

@@ -37,7 +37,7 @@ def sample_of(number, context=512, tokens=500, references=("alpha",), questions=
 
 
 METHOD, = parse_methods("mean")
-SETTINGS = settings_of("budget,threshold", [4, ENOUGH], 0.007, 0.95)
+SETTINGS = settings_of("budget,threshold", [4, ENOUGH], [0.007, 0.002], 0.95)
 
 
 def test_groups_fit_the_cache_are_of_one_context_and_keep_samples_whole(monkeypatch):
@@ -71,13 +71,14 @@ def test_every_setting_answers_a_group_before_the_next_and_scores_are_known():
     engine = PlayedEngine(samples)
     rows, cached = answer_group(engine, [p for s in samples for p in s], METHOD, SETTINGS, engine.text, [STOP], head_dim=64)
     # The prompts are read first, with all pages attended; then each rule in turn answers all of them.
-    assert engine.calls == ["whole", 3, 4, 3, ENOUGH, 3, "threshold", 3]
+    assert engine.calls == ["whole", 3, 4, 3, ENOUGH, 3, 0.007, 3, 0.002, 3]
     found = {(row.sample, row.answer.setting): row for row in rows}
     assert {key: row.score for key, row in found.items() if key[1] == "64 tokens"} == {(0, "64 tokens"): 0.0, (1, "64 tokens"): 0.0, (2, "64 tokens"): 0.0}
     # Three tokens have room for two of the four values.
     assert [found[number, "128 tokens"].score for number in range(3)] == [1.0, 0.5, 1.0]
     assert found[0, "128 tokens"].answer.text == "filler alpha"
     assert found[1, "threshold 0.007"].answer.text == "filler alpha beta"
+    assert found[1, "threshold 0.002"].answer.text == "filler alpha beta"
     assert found[0, "64 tokens"].answer.text == "filler"
     assert cached == pytest.approx(496 / 500)
     answer = found[0, "128 tokens"].answer
@@ -104,7 +105,7 @@ def test_no_group_is_begun_after_the_deadline(monkeypatch):
     engine, clock = PlayedEngine(samples), iter([9.0, 10.0, 11.0])
     *lines, last = engine_worker.run(spec, engine, samples, engine.text, lambda: next(clock))
     assert last == {"finished": True}
-    assert [(line["group"], line["groups"], len(line["rows"])) for line in lines] == [(0, 3, 3), (1, 3, 3)]
+    assert [(line["group"], line["groups"], len(line["rows"])) for line in lines] == [(0, 3, 4), (1, 3, 4)]
     json.dumps(lines)
 
 
@@ -142,9 +143,11 @@ def test_an_engine_sees_one_of_the_gpus_that_its_parent_sees(seen, index, only, 
 
 
 def test_the_engine_begins_with_the_rule_that_needs_the_largest_tables():
-    few, many, threshold = settings_of("budget,threshold", [4, 400], 0.007, 0.95)
-    assert engines.largest_table([few, threshold], 8192) == threshold
-    assert engines.largest_table([few, threshold, many], 8192) == many
+    few, many, large, small, coverage = settings_of("budget,threshold,coverage", [4, 400], [0.007, 0.0035], 0.95)
+    assert engines.largest_table([few, large]) == large
+    assert engines.largest_table([few, large, small]) == engines.largest_table([small, large, few]) == small
+    assert engines.largest_table([few, large, small, many]) == many
+    assert engines.largest_table([many, coverage, small]) == coverage
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +169,7 @@ def played(monkeypatch):
 def run(folder, methods, budgets=(4, ENOUGH), samples=3, contexts=(512,), **more):
     return engines.run(
         folder, tasks=["niah_single_1", "vt"], contexts=contexts, samples=samples, seeds=[0], methods=parse_methods(methods),
-        settings=settings_of("budget", list(budgets), 0.007, 0.95), **{"log": lambda _: None, "workers": 2, **more},
+        settings=settings_of("budget", list(budgets), [0.007], 0.95), **{"log": lambda _: None, "workers": 2, **more},
     )
 
 

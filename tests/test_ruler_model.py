@@ -42,8 +42,8 @@ def edges(monkeypatch):
     monkeypatch.setattr("kvskim.eval.baselines.BASELINES", {"edges": Edges, "one-by-one": OneByOne})
 
 
-def answerer_of(model, methods, rules="budget", budgets=(4,), **more):
-    settings = settings_of(rules, budgets, 0.007, 0.95)
+def answerer_of(model, methods, rules="budget", budgets=(4,), taus=(0.007,), **more):
+    settings = settings_of(rules, budgets, taus, 0.95)
     return ModelAnswerer(model, PromptFormat(model.tokenizer), parse_methods(methods), settings, Calibrations(model, "prompt"), **more)
 
 
@@ -177,11 +177,34 @@ def test_the_command(edges, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("| edges | 0.0 [0.0, 0.0] |") == 2
 
 
+def test_thresholds_side_by_side_answer_as_each_does_alone(tmp_path):
+    model = lookup_model()
+
+    def cells_under(*taus):
+        answerer = answerer_of(model, "full,mean,oracle", rules="budget,threshold", taus=taus)
+        answered = in_turn(answerer, answerer.prompts)
+        result, page = run_ruler(answered, tasks=["kv_recall"], contexts=[512], samples=2, seeds=[0], heads=1, log=lambda _: None)
+        plot(result, tmp_path / "p.png", "RULER")
+        return {(cell["method"], cell["setting"]): cell for cell in result["tables"]["512"]}, page
+
+    (both, page), (large, _), (small, _) = cells_under(0.3, 0.001), cells_under(0.3), cells_under(0.001)
+    assert both == large | small
+    assert [setting for method, setting in both if method == "mean"] == ["64 tokens", "threshold 0.3", "threshold 0.001"]
+    assert "| method | 64 tokens | threshold 0.3 | threshold 0.001 |" in page
+    for method in ("mean", "oracle"):
+        few, many = both[method, "threshold 0.3"], both[method, "threshold 0.001"]
+        assert few["pages"] <= many["pages"]
+        assert few["bytes_per_step"] <= many["bytes_per_step"]
+    assert both["mean", "threshold 0.3"]["pages"] < both["mean", "threshold 0.001"]["pages"]
+
+
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--tasks", "niah"], "--tasks names 'niah'; the tasks are"), (["--contexts", "12"], "--contexts is '12'; it must be a comma list of whole numbers"),
     (["--contexts", "1k"], "--contexts is '1k'"), (["--samples", "0"], "--samples is 0"), (["--seeds", "-1"], "--seeds is -1"),
     (["--first-seed", "-1"], "--first-seed is -1; it must be at least 0"),
     (["--budgets", "17"], "--budgets has '17'"), (["--selectors", "no"], "--selectors names 'no'"), (["--rule", "no"], "--rule has 'no'"),
+    (["--tau", "0.007,x"], "--tau has 'x'; a threshold is a number greater than 0 and at most 1"), (["--tau", "1.5"], "--tau has '1.5'"),
+    (["--tau", "0.005,0.005"], "--tau has '0.005' and '0.005', which are both the setting 'threshold 0.005': leave one of them out"),
     (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: the folder"), (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: the folder"),
     (["--dtype", "int3"], "--dtype is 'int3'"), (["--device", "tpu"], "--device is 'tpu'"), (["--chat", "maybe"], "--chat is 'maybe'"),
     (["--sparse-from", "no"], "--sparse-from is 'no'"),

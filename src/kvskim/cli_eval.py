@@ -18,6 +18,7 @@ from rich.console import Console
 from kvskim.cli_eval_page import page
 from kvskim.cli_files import check_outputs
 from kvskim.errors import KvskimError
+from kvskim.rules.parameters import DEFAULT_TAU
 
 if TYPE_CHECKING:
     from kvskim.eval.methods import Method, Setting
@@ -36,7 +37,7 @@ ModelArgument = Annotated[str, typer.Argument(help="Hugging Face model directory
 SelectorsOption = Annotated[str, typer.Option(help="Comma list of full, selectors and baselines, with options as in rki4:rank=4 (docs/evaluation.md).")]
 RulesOption = Annotated[str, typer.Option("--rule", help="Comma list of budget, threshold and coverage.")]
 BudgetsOption = Annotated[str, typer.Option(help="Comma list of budgets in tokens (128) or pages (8p), sink and window counted.")]
-TauOption = Annotated[float, typer.Option(help="Threshold of the threshold rule.")]
+TausOption = Annotated[str, typer.Option("--tau", help="Comma list of thresholds of the threshold rule, each a setting of its own.")]
 CoverageOption = Annotated[float, typer.Option(help="Target of the coverage rule.")]
 CalibrationOption = Annotated[str, typer.Option(help="text: fit once on built-in text; prompt: on every prompt; or a file of `kvskim calibrate`.")]
 ChatOption = Annotated[str, typer.Option(help="Chat template: auto, on or off.")]
@@ -51,6 +52,7 @@ PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write a PNG: th
 DEFAULT_METHODS = "full,oracle,sketch,rki4,minmax"
 ENGINE_METHODS = "full,sketch,rki4,minmax"
 """In their place with vLLM, which has no oracle."""
+DEFAULT_TAUS = f"{DEFAULT_TAU:g}"
 DEFAULT_GPU_MEMORY = 0.9
 
 
@@ -60,7 +62,7 @@ def selectors(
     tokens: Annotated[int, typer.Option(help="Length of the prose and code texts.")] = 8192,
     decoded: Annotated[int, typer.Option(help="Tokens at their end that are decoded sparsely.")] = 128,
     budgets: Annotated[str, typer.Option(help="Comma list of page budgets, sink and window counted.")] = "8,16,32",
-    tau: Annotated[float, typer.Option(help="Threshold of the threshold rule.")] = 0.007,
+    tau: Annotated[float, typer.Option(help="Threshold of the threshold rule.")] = DEFAULT_TAU,
     needle_tokens: Annotated[int, typer.Option(help="Length of the contexts with planted facts.")] = 6144,
     seeds: Annotated[int, typer.Option(help="Number of such contexts, 12 questions each.")] = 2,
     only: Annotated[str, typer.Option(help="Comma list of rows to run, as the table names them; empty: all selectors.")] = "",
@@ -118,7 +120,7 @@ def fidelity(
     selectors: SelectorsOption = DEFAULT_METHODS,
     rule: RulesOption = "budget,threshold",
     budgets: BudgetsOption = "128,256,512",
-    tau: TauOption = 0.007,
+    tau: TausOption = DEFAULT_TAUS,
     coverage: CoverageOption = 0.95,
     calibration: CalibrationOption = "text",
     workers: WorkersOption = 1,
@@ -179,7 +181,7 @@ def ruler(
     selectors: SelectorsOption = DEFAULT_METHODS,
     rule: RulesOption = "budget,threshold",
     budgets: BudgetsOption = "128,256,512",
-    tau: TauOption = 0.007,
+    tau: TausOption = DEFAULT_TAUS,
     coverage: CoverageOption = 0.95,
     calibration: CalibrationOption = "text",
     chat: ChatOption = "auto",
@@ -260,7 +262,7 @@ def benchmark(
     selectors: SelectorsOption = DEFAULT_METHODS,
     rule: RulesOption = "budget,threshold",
     budgets: BudgetsOption = "128,256,512",
-    tau: TauOption = 0.007,
+    tau: TausOption = DEFAULT_TAUS,
     coverage: CoverageOption = 0.95,
     calibration: CalibrationOption = "text",
     chat: ChatOption = "auto",
@@ -296,11 +298,11 @@ def benchmark(
     _write({**about, **result}, tables, name, json_path, markdown_path)
 
 
-def _compared(selectors: str, rule: str, budgets: str, tau: float, coverage: float) -> tuple[list[Method], list[Setting]]:
+def _compared(selectors: str, rule: str, budgets: str, taus: str, coverage: float) -> tuple[list[Method], list[Setting]]:
     """What the options ask to compare; raises KvskimError, naming the option that asks for something else."""
-    from kvskim.eval.methods import parse_budgets, parse_methods, settings_of
+    from kvskim.eval.methods import parse_budgets, parse_methods, parse_taus, settings_of
 
-    return parse_methods(selectors), settings_of(rule, parse_budgets(budgets), tau, coverage)
+    return parse_methods(selectors), settings_of(rule, parse_budgets(budgets), parse_taus(taus), coverage)
 
 
 def _check_least(*options: tuple[str, int, int]) -> None:

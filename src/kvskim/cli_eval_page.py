@@ -84,6 +84,7 @@ def _by_name(found: Sequence[Named]) -> list[tuple[str, dict[str, Any]]]:
 def _settings(file: str, result: dict[str, Any]) -> dict[str, Any]:
     """What the command of a result says about its answers, defaults included: all that joined runs must have in common."""
     from kvskim.cli_eval import app
+    from kvskim.eval.methods import parse_taus
 
     program: Any = typer.main.get_command(app)
     words = shlex.split(result["command"])
@@ -91,8 +92,11 @@ def _settings(file: str, result: dict[str, Any]) -> dict[str, Any]:
         if words[:3] != ["kvskim", "eval", "ruler"]:
             raise typer.BadParameter(result["command"])
         asked = program.commands["ruler"].make_context("ruler", words[3:]).params
-    except _UsageError as error:
-        raise KvskimError(f"{file} can't be joined with another file: its command is none of `kvskim eval ruler` ({error.format_message()})") from error
+        # However they are written, and in whatever order.
+        asked["tau"] = ",".join(f"{tau:g}" for tau in sorted(parse_taus(asked["tau"]), reverse=True))
+    except (_UsageError, KvskimError) as error:
+        said = str(error) if isinstance(error, KvskimError) else error.format_message()
+        raise KvskimError(f"{file} can't be joined with another file: its command is none of `kvskim eval ruler` ({said})") from error
     return {key: value for key, value in asked.items() if key not in ONLY_MORE_SAMPLES}
 
 

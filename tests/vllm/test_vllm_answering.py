@@ -1,6 +1,7 @@
 """An engine that answers under one rule after the other: what a change of the rule changes, what is measured, how answers end."""
 
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,9 @@ from vllm.config import CUDAGraphMode
 from kvskim.engines.vllm import answering, probe
 from kvskim.engines.vllm.answering import RESERVED_BYTES, SETTLED_STEPS, AnsweringEngine, cache_bytes
 from kvskim.errors import KvskimError, UnsupportedError
+from kvskim.eval.fidelity_vllm import engine_settings
+from kvskim.eval.methods import parse_methods, settings_of
+from kvskim.eval.ruler.engine import largest_table
 from kvskim.rules import RuleParameters
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -88,7 +92,7 @@ def test_another_rule_selects_what_an_engine_with_that_rule_selects():
     first, _ = stepped(changing)
     for rule, settings in [
         (budget(5), {"rule": "budget", "budget_pages": 5}), (RuleParameters(tau=0.2), {"rule": "threshold", "tau": 0.2}),
-        (RuleParameters(rule="coverage", coverage=0.5), {"rule": "coverage", "coverage": 0.5}), (RuleParameters(), {}),
+        (RuleParameters(rule="coverage", coverage=0.5), {"rule": "coverage", "coverage": 0.5}), (RuleParameters(tau=0.007), {"tau": 0.007}),
     ]:
         changing.state.use_rule(rule)
         counts, out = stepped(changing)
@@ -98,6 +102,28 @@ def test_another_rule_selects_what_an_engine_with_that_rule_selects():
     assert torch.equal(counts, first)
     changing.state.use_rule(budget(5))
     assert (stepped(changing)[0] == 5).all()
+
+
+@pytest.mark.parametrize("taus", [[0.05, 0.02, 0.015], [0.015, 0.02, 0.05], [0.009, 0.008], [0.02]])
+def test_an_engine_has_room_for_every_threshold_of_a_run(taus):
+    """The mini engine's requests have up to 128 pages, which tables for 0.009 do not hold and those for 0.008 do."""
+    settings = settings_of("budget,threshold", [5], taus, 0.95)
+    mini = MiniEngine({**engine_settings(parse_methods("mean")[0], largest_table(settings), "auto"), "full_pages": 0})
+    assert {workspace.table_capacity for workspace in mini.state.workspaces.values()} == {min(128, int(1 / min(taus)) + 4)}
+    read = []
+    for setting in settings:
+        mini.state.use_rule(setting.parameters)
+        read.append(stepped(mini)[0])
+        alone, _ = stepped(MiniEngine({**engine_settings(parse_methods("mean")[0], setting, "auto"), "full_pages": 0}))
+        assert torch.equal(read[-1], alone)
+    by_tau = [counts for _, counts in sorted(zip(taus, read[1:]), key=lambda found: found[0], reverse=True)]
+    assert all((more >= fewer).all() for fewer, more in pairwise(by_tau))
+
+
+def test_an_engine_that_was_started_with_a_larger_threshold_refuses_a_smaller_one():
+    mini = MiniEngine({"selector": "mean", "full_pages": 0, "tau": 0.05})
+    with pytest.raises(UnsupportedError, match=r"mass >= 0.02, .*it needs page tables of 54 pages, and this engine was started with room for 24; start it"):
+        mini.state.use_rule(RuleParameters(tau=0.02))
 
 
 def test_a_rule_that_does_not_fit_is_refused_and_changes_nothing():

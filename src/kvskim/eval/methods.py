@@ -18,7 +18,7 @@ from kvskim.eval.model import EvalModel
 from kvskim.eval.policy import Policy, SelectorPolicy
 from kvskim.layout import PAGE_TOKENS
 from kvskim.rules import RuleParameters
-from kvskim.rules.parameters import DEFAULT_WINDOW_PAGES
+from kvskim.rules.parameters import DEFAULT_TAU, DEFAULT_WINDOW_PAGES
 from kvskim.selectors import SELECTORS, Selector, get_selector
 
 FULL = "full"
@@ -117,15 +117,40 @@ def parse_budgets(text: str) -> list[int]:
     return list(dict.fromkeys(budgets))
 
 
+def parse_taus(text: str) -> list[float]:
+    """Thresholds of a comma list such as ``0.007,0.005``, in its order.
+
+    Raises:
+        KvskimError: a word that is no threshold, or two that a table would show under the same name.
+    """
+    words: dict[str, str] = {}
+    for word in (part.strip() for part in text.split(",")):
+        try:
+            tau = float(word)
+        except ValueError:
+            tau = 0.0
+        if not 0 < tau <= 1:
+            raise KvskimError(f"--tau has {word!r}; a threshold is a number greater than 0 and at most 1, such as {DEFAULT_TAU:g}")
+        label = threshold_label(tau)
+        if label in words:
+            raise KvskimError(f"--tau has {words[label]!r} and {word!r}, which are both the setting {label!r}: leave one of them out")
+        words[label] = word
+    return [float(word) for word in words.values()]
+
+
+def threshold_label(tau: float) -> str:
+    """Label of the setting of a threshold."""
+    return f"threshold {tau:g}"
+
+
 def check_share(option: str, value: float) -> None:
     """Raises KvskimError where ``value`` is no share of the attention mass."""
     if not 0 < value <= 1:
         raise KvskimError(f"{option} is {value}; it must be greater than 0 and at most 1")
 
 
-def settings_of(rules: str, budgets: Sequence[int], tau: float, coverage: float) -> list[Setting]:
-    """Columns for the rules of a comma list: every budget for ``budget``, one column each for ``threshold`` and ``coverage``."""
-    check_share("--tau", tau)
+def settings_of(rules: str, budgets: Sequence[int], taus: Sequence[float], coverage: float) -> list[Setting]:
+    """Columns for the rules of a comma list: every budget for ``budget``, every tau for ``threshold``, one for ``coverage``."""
     check_share("--coverage", coverage)
     settings = []
     for rule in dict.fromkeys(word.strip() for word in rules.split(",") if word.strip()):
@@ -134,7 +159,7 @@ def settings_of(rules: str, budgets: Sequence[int], tau: float, coverage: float)
                 parameters = RuleParameters(rule="budget", budget_pages=pages, min_pages=0)
                 settings.append(Setting(f"{pages * PAGE_TOKENS} tokens", parameters, pages * PAGE_TOKENS))
         elif rule == "threshold":
-            settings.append(Setting(f"threshold {tau:g}", RuleParameters(rule="threshold", tau=tau)))
+            settings += [Setting(threshold_label(tau), RuleParameters(rule="threshold", tau=tau)) for tau in taus]
         elif rule == "coverage":
             settings.append(Setting(f"coverage {coverage:g}", RuleParameters(rule="coverage", coverage=coverage)))
         else:

@@ -35,7 +35,7 @@ from kvskim.eval.ruler.run import SAVE_SECONDS, Job, jobs_of, page, with_tables
 from kvskim.eval.ruler.tasks import make_samples
 from kvskim.eval.sample import PromptFormat
 from kvskim.eval.workers import Setup, run_jobs
-from kvskim.layout import PAGE_TOKENS, ceil_div
+from kvskim.layout import ceil_div
 from kvskim.ops.workspace import table_capacity
 from kvskim.rules.parameters import DEFAULT_WINDOW_PAGES
 from kvskim.selectors import get_selector
@@ -47,6 +47,8 @@ MOST_MAKERS = 16
 """Processes that make prompts: each takes seconds to start."""
 SAMPLES_PER_MAKER = 4
 """Fewer samples are made sooner by fewer processes."""
+ENDLESS_PAGES = 1 << 40
+"""More pages than any request has."""
 
 Log = Callable[[str], None]
 
@@ -119,10 +121,13 @@ def calibration_files(model: str, device: str, methods: Sequence[Method], calibr
     return found
 
 
-def largest_table(settings: Sequence[Setting], longest: int) -> Setting:
-    """The setting whose rule needs the largest page table: an engine that was started with it can take up all others."""
-    pages = ceil_div(longest, PAGE_TOKENS)
-    return max(settings, key=lambda setting: table_capacity(setting.parameters, pages, 1, DEFAULT_WINDOW_PAGES))
+def largest_table(settings: Sequence[Setting]) -> Setting:
+    """The setting whose rule needs the largest page table: an engine that was started with it can take up all others.
+
+    Tables are compared as if requests had no end. An engine rounds the pages of its longest request up, and so may have to tell rules apart that would all
+    take every page of a request of just that length.
+    """
+    return max(settings, key=lambda setting: table_capacity(setting.parameters, ENDLESS_PAGES, 1, DEFAULT_WINDOW_PAGES))
 
 
 def fair(rows: Mapping[str, Sequence[Mapping[str, Any]]], failed: Collection[str]) -> list[dict[str, Any]]:
@@ -333,7 +338,7 @@ def run(
             specs.append(Spec(
                 model=model, method=method, settings=tuple(settings) if sparse else (),
                 # A short request is to be as sparse as a long one.
-                engine={**engine_settings(method, largest_table(settings, longest), files[method.label]), "full_pages": 0} if sparse else None,
+                engine={**engine_settings(method, largest_table(settings), files[method.label]), "full_pages": 0} if sparse else None,
                 prompts=str(prompts_file), stop=tuple(stop), longest=longest, weights=_weights(model), head_dim=shape.head_dim,
                 deadline=began + time_limit * (number // len(places) + 1) / turns if time_limit else float("inf"),
             ))

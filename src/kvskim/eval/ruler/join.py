@@ -21,7 +21,7 @@ def join_runs(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
         runs: file and result of each, made with the same settings; as `kvskim.eval.ruler.run.run_ruler` gives it, also where it was stopped.
 
     Raises:
-        KvskimError: a run is of another model, or adds no sample.
+        KvskimError: a run is of another model or has other settings, or adds no sample.
     """
     (first_file, first), *_ = runs
     seeds = list(dict.fromkeys(seed for _, run in runs for seed in run["seeds"]))
@@ -37,6 +37,11 @@ def join_runs(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
         here = {_place(row) for row in rows}
         if not here:
             raise KvskimError(f"{file} has no samples: its run was stopped before the first was answered; leave it out")
+        # Equal commands may have run with other defaults. A run may lack settings where an engine failed.
+        mine, theirs = ({row["setting"] for row in one["answers"]} for one in (run, first))
+        if mine - theirs and theirs - mine:
+            other, wanted = (", ".join(sorted(found)) for found in (mine - theirs, theirs - mine))
+            raise KvskimError(f"{file} has answers under {other}, {first_file} under {wanted}: give it a name of its own")
         if here <= known:
             raise KvskimError(f"{file} has no sample that the files before it don't have: join runs with other seeds (--first-seed {max(seeds) + 1})")
         answers += [row for row in rows if _place(row) not in known]
