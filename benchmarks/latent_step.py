@@ -124,6 +124,9 @@ def run(name, problem, splits):
     for overlap in (False, True):
         measure(f"attend 128 pages{', overlapped' if overlap else ''}", p.each(lambda t, i, overlap=overlap: attend(
             p.parts, p.cache, values, t, p.lengths, p.chosen[i], p.counts, scale=SCALE, out=p.out, scratch=p.w, kernels="cuda", overlap_previous=overlap)))
+    measure("attend 128 pages, overlapped, the same again and again: from the L2 cache", [lambda: attend(
+        p.parts, p.cache, values, p.tables[0], p.lengths, p.chosen[0], p.counts, scale=SCALE, out=p.out, scratch=p.w, kernels="cuda",
+        overlap_previous=True)] * 4)
     all_pages = torch.full_like(p.counts, p.pages)
     measure("attend all pages, overlapped", p.each(lambda t, i: attend(
         p.parts, p.cache, values, t, p.lengths, p.chosen[i], all_pages, scale=SCALE, out=p.out, scratch=p.w, kernels="cuda", overlap_previous=True)))

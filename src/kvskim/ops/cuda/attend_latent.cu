@@ -8,6 +8,28 @@ namespace {
 // Ring of a CTA that has a multiprocessor to itself, and of one that shares it with another.
 constexpr int kLongRing = 8, kShortRing = 4;
 
+// Describes the cache to the copy engine, a page to a copy, its lines' pieces swapped as LatentLine says. Strides are multiples of 16 bytes.
+cudaError_t describe_rows(LatentParameters& a, bool half) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
+  }();
+  if (!encode) return cudaErrorNotSupported;
+  constexpr int kLines = kLatentRowBytes / 128;
+  // How many blocks there are isn't known here: those of the block table are.
+  const cuuint64_t sizes[5] = {64, kLines, static_cast<cuuint64_t>(a.pages_per_block) * kPageTokens, static_cast<cuuint64_t>(a.heads), 1u << 30};
+  const cuuint64_t strides[4] = {128, static_cast<cuuint64_t>(a.token_bytes), static_cast<cuuint64_t>(a.heads > 1 ? a.head_bytes : kLatentRowBytes),
+                                 static_cast<cuuint64_t>(a.block_bytes)};
+  const cuuint32_t box[5] = {64, kLines, kPageTokens, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
+  const CUresult result =
+      encode(&a.rows, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<uint8_t*>(a.cache), sizes, strides, box,
+             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 // While there are fewer requests than multiprocessors: clusters that all run at once, a CTA on a multiprocessor, and as many for a long request as do.
 // A cluster lies within a group of processors, so what fits is asked for. CTAs that could share a multiprocessor would crowd on those that the kernel
 // ahead has left first. With more requests, a CTA or two on a multiprocessor.
@@ -17,6 +39,8 @@ cudaError_t launch_latent(LatentParameters a, bool crowded, int flags, cudaStrea
   constexpr int kAlone = LatentShape<kLongRing>::kBytes, kShared = LatentShape<kShortRing>::kBytes;
   constexpr int kLongThreads = LatentShape<kLongRing>::kThreads;
   static_assert(kAlone >= shared_bytes_for_residents(1) && kAlone <= kMaximumShared && 2 * (kShared + 1024) <= 228 * 1024);
+  const cudaError_t described = describe_rows(a, HALF);
+  if (described != cudaSuccess) return described;
   const int rows = a.heads * a.blocks * a.requests;
   int resident = 0;
   for (;; --a.cluster) {

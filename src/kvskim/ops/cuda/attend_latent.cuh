@@ -18,37 +18,12 @@
 // Every place of the ring belongs to one warp of logits (RING is a multiple of their number): a signal tells a phase only from the one
 // ahead of it, so who waits for a phase must have seen the one before.
 //
-// Shared memory: a row is stored with 16 bytes of padding, so the 8 rows of an ldmatrix phase lie in 8 different bank groups. RING = 4: 94 KiB, two CTAs
-// on a multiprocessor, up to 72 KiB under way each, no clusters; RING = 8: 210 KiB, one CTA, 144 KiB under way.
+// What lies where in shared memory: attend_latent_memory.cuh.
 #pragma once
+#include "attend_latent_memory.cuh"
 #include "attend_latent_merge.cuh"
 
 namespace kvskim {
-
-template <int RING>
-struct LatentShape {
-  static constexpr bool kAlone = RING > 4;  // on a multiprocessor
-  // One warp copies. On a multiprocessor of its own a CTA has three more, which fetch the block table and help to put sums together.
-  static constexpr int kThreads = 32 * (kLogitWarps + kValueWarps + (kAlone ? 4 : 1));
-  // Steps of 16 channels of which a logit warp keeps the query in registers, two of three: with 12 warps on a multiprocessor there are 168, with 18 of
-  // them 112.
-  static constexpr int kSteps = kLatentRowBytes / 32, kResident = kAlone ? kSteps / 3 * 2 : 0;
-  static constexpr int kRowStride = kLatentRowBytes + 16, kPage = kPageTokens * kRowStride;
-  static constexpr int kQuery = RING * kPage;                            // [head] as the rows of a page
-  static constexpr int kWeights = kQuery + kLatentHeads * kRowStride;    // [place in the ring][lane] of a left operand of four registers
-  static constexpr int kScales = kWeights + RING * 512;                  // [place][head]: base 2 logarithm of the weights' scale
-  static constexpr int kEnds = kScales + RING * kLatentHeads * 4;        // [logit warp][head]: its scale and sum of weights at the end
-  static constexpr int kValid = kEnds + kLogitWarps * kLatentHeads * 8;  // [place]: tokens of the page
-  static constexpr int kSignals = kValid + ceil_div(RING, 4) * 16;       // [place] loaded, [place] weighed, [place] free, sent
-  static constexpr int kSent = ceil_div(kSignals + (3 * RING + 1) * 8, 16) * 16;  // [CTA of the cluster] of what it sends
-  // Block table of a request, where it is known ahead of the pages and no longer than this.
-  static constexpr int kTable = kSent + (kAlone ? largest_latent_parts() : 0), kTableEntries = kAlone ? 1024 : 0;
-  static constexpr int kBytes = kTable + 4 * kTableEntries;
-  // At the end the ring holds what is sent to each CTA, as it arrives there; the place of the query a flag.
-  static constexpr int kLast = kQuery;
-  static_assert(RING % kLogitWarps == 0);
-  static_assert(largest_latent_parts() <= RING * kPage && kWeights % 16 == 0 && kSignals % 8 == 0);
-};
 
 // Where a page lies: block, and first token within it times 32 plus the number of tokens that count (0 to 16).
 struct LatentPage {
@@ -59,37 +34,12 @@ struct LatentPage {
 // __syncthreads().
 constexpr int kMultiplying = 32 * (kLogitWarps + kValueWarps);
 
-// The query of a block of heads into shared memory, four heads a value warp. Rows of heads that there are not become zeros.
-template <int RING>
-__device__ __forceinline__ void copy_latent_query(const LatentParameters& a, uint32_t shared, int request, int first_head, int members, int warp,
-                                                  int lane) {
-  constexpr int kRows = kLatentHeads / kValueWarps, kStride = LatentShape<RING>::kRowStride;
-  const uint16_t* const latent = a.query + request * a.query_request_stride;
-  const uint16_t* const rotary = a.rest + request * a.rest_request_stride;
-#pragma unroll 1
-  for (int row = warp * kRows; row < (warp + 1) * kRows; ++row) {
-    const bool present = row < members;
-    const int64_t head = first_head + (present ? row : 0);
-    const uint32_t to = shared + row * kStride;
-    const uint16_t *from = latent + head * a.query_head_stride, *rest = rotary + head * a.rest_head_stride;
-    if (a.query_unit == 16) {
-      copy16_or_zero(to + lane * 16, from + lane * 8, present);
-      copy16_or_zero(to + 512 + lane * 16, from + 256 + lane * 8, present);
-      if (lane < 8) copy16_or_zero(to + 1024 + lane * 16, rest + lane * 8, present);
-    } else {
-#pragma unroll 1
-      for (int c = 2 * lane; c < kLatentChannels; c += 64) copy4_or_zero(to + 2 * c, from + c, present);
-      copy4_or_zero(to + 1024 + lane * 4, rest + 2 * lane, present);
-    }
-  }
-  commit_copies();  // wait_copies() waits for nothing else
-}
-
 template <bool HALF, int RING>
 __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2) attend_latent_kernel(const __grid_constant__ LatentParameters a) {
   using Shape = LatentShape<RING>;
-  extern __shared__ __align__(128) uint8_t shared[];
-  const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);  // so that the compiler knows it to be the same in all lanes
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const auto own_warp = [] { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0); };  // known to the compiler to be the same in all lanes
+  const int warp = own_warp();
   const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
   const bool of_logits = warp < kLogitWarps, of_values = !of_logits && warp < kLogitWarps + kValueWarps;
   const bool of_copies = warp == kLogitWarps + kValueWarps;
@@ -102,6 +52,7 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
   const uint32_t loaded = ring + Shape::kSignals, weighed = loaded + 8 * RING, vacant = weighed + 8 * RING, sent = vacant + 8 * RING;
 
   if (threadIdx.x == 0) {
+    prefetch_map(&a.rows);
 #pragma unroll
     for (int i = 0; i < RING; ++i) {
       prepare_signal(loaded + 8 * i, 1);  // and the bytes
@@ -167,7 +118,6 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
       }
       return at;
     };
-    const uint8_t* const rows = a.cache + head * a.head_bytes;
     int place = 0, turn = 0;
     uint32_t parity = 1;  // of the last use of a place
     bool used = false;    // whether there was one
@@ -180,34 +130,21 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
     for (int index = split; index < count; index += step) {
       if (turn == 32) current = locate(index, false), turn = 0;  // 32 at a time, one a lane: the ring lasts meanwhile
       const int at_block = __shfl_sync(kAllLanes, current.block, turn), where = __shfl_sync(kAllLanes, current.where, turn), valid = where & 31;
-      const uint8_t* from = rows + at_block * a.block_bytes + (where >> 5) * a.token_bytes;
       const uint32_t to = ring + place * Shape::kPage, signal = loaded + 8 * place;
       if (used) wait_for(vacant + 8 * place, parity);
-      if (valid < kPageTokens) {
-        // Rows beyond the request hold anything, also NaN: they become zeros, and are masked below.
-#pragma unroll 1
-        for (int i = valid; i < kPageTokens; ++i)
-          for (int c = lane * 16; c < kLatentRowBytes; c += 512)
-            *reinterpret_cast<uint4*>(shared + place * Shape::kPage + i * Shape::kRowStride + c) = make_uint4(0, 0, 0, 0);
-        make_stores_sendable();  // ahead of the copies that follow to this place
-        __syncwarp();
-      }
-      if (elected()) {
-        reinterpret_cast<int*>(shared + Shape::kValid)[place] = valid;
-        arrive_expecting(signal, valid * kLatentRowBytes);
-        if (valid == kPageTokens) {
-#pragma unroll
-          for (int i = 0; i < kPageTokens; ++i) {
-            load_bulk<kLatentRowBytes>(to + i * Shape::kRowStride, from, signal);
-            from += a.token_bytes;
-          }
-        } else {
-#pragma unroll 1
-          for (int i = 0; i < valid; ++i) {
-            load_bulk<kLatentRowBytes>(to + i * Shape::kRowStride, from, signal);
-            from += a.token_bytes;
-          }
+      if (valid == kPageTokens) {
+        if (elected()) {
+          reinterpret_cast<int*>(shared + Shape::kValid)[place] = valid;
+          arrive_expecting(signal, Shape::kPage);
+          load_page(to, &a.rows, where >> 5, head, at_block, signal);
         }
+      } else {
+        // Rows beyond the request hold anything, also NaN: they become zeros, and are masked below.
+        copy_part_of_page(to, a.cache + head * a.head_bytes + at_block * a.block_bytes + (where >> 5) * a.token_bytes, a.token_bytes, valid, lane);
+        make_stores_sendable();  // ahead of copies that may follow to this place
+        if (lane == 0) reinterpret_cast<int*>(shared + Shape::kValid)[place] = valid;
+        __syncwarp();
+        if (lane == 0) arrive_at(signal);
       }
       __syncwarp();
       ++turn;
@@ -222,7 +159,6 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
     if (cluster > 1) cluster_wait();
   } else if (of_logits) {
     // ---- logits ----
-    const uint32_t key_matrix = ring + (lane % 8 + lane / 16 * 8) * Shape::kRowStride + lane / 8 % 2 * 16;
     const uint32_t query_matrix = ring + Shape::kQuery + lane % 16 * Shape::kRowStride + lane / 16 * 16;
     uint32_t query[Shape::kResident + 1][4];
     barrier_of<1, kMultiplying>();
@@ -237,18 +173,22 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
     for (int index = split + step * warp; index < count; index += step * kLogitWarps) {
       constexpr int kChains = Shape::kAlone ? 3 : 2;  // of dependent products, side by side
       float logits[2][kChains][4] = {};               // of 8 tokens each
-      const uint32_t keys = key_matrix + place * Shape::kPage;
+      int own = lane;
+      asm volatile("" : "+r"(own));  // for each page anew: the places of all lines take more registers than there are
+      const auto load_keys = [&](uint32_t(&m)[4], int step) {
+        load_matrices(m, LatentLine(ring + place * Shape::kPage, own % 8 + own / 16 * 8, step / 4, own / 8 % 2).at(step % 4));
+      };
       wait_for(loaded + 8 * place, parity);
       // Three steps at a time, whose keys are loaded during the three before, as is the query of the first where the others' is in registers. The compiler
       // would take one chain after the other: it is kept from moving loads from one three to another.
       uint32_t m[2][3][4];
 #pragma unroll
-      for (int i = 0; i < 3; ++i) load_matrices(m[0][i], keys + i * 32);
+      for (int i = 0; i < 3; ++i) load_keys(m[0][i], i);
 #pragma unroll
       for (int k = 0; k < Shape::kSteps; ++k) {
         if (k % 3 == 0) {
 #pragma unroll
-          for (int i = k + 3; i < min(k + 6, Shape::kSteps); ++i) load_matrices(m[i / 3 % 2][i % 3], keys + i * 32);
+          for (int i = k + 3; i < min(k + 6, Shape::kSteps); ++i) load_keys(m[i / 3 % 2][i % 3], i);
           __syncwarp();
         }
         const uint32_t(&b)[4] = m[k / 3 % 2][k % 3];
@@ -298,7 +238,7 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
     for (int r = 0; r < 2; ++r) {
       sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 1);
       sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 2);
-      if (quad == 0) reinterpret_cast<float2*>(shared + Shape::kEnds)[warp * kLatentHeads + row + 8 * r] = make_float2(scale[r], sum[r]);
+      if (quad == 0) reinterpret_cast<float2*>(shared + Shape::kEnds)[threadIdx.x / 32 * kLatentHeads + row + 8 * r] = make_float2(scale[r], sum[r]);
     }
     barrier_of<2, kMultiplying>();  // all of the ring is used, and the sums of all weights are there
 
@@ -318,7 +258,7 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
     wait_copies<0>();
     arrive_at_barrier_of<1, kMultiplying>();
     if (cluster > 1) cluster_wait();
-    const uint32_t value_matrix = ring + lane % 16 * Shape::kRowStride + lane / 16 * 16 + value_warp * 256;
+    const LatentLine value_lines[2] = {{ring, lane % 16, 2 * value_warp, lane / 16}, {ring, lane % 16, 2 * value_warp + 1, lane / 16}};
     float output[16][4] = {};                           // of heads `row` and `row` + 8, two neighbouring channels each
     float maximum[2] = {kLatentLowest, kLatentLowest};  // of these heads: what `output` is scaled by
     int place = 0;
@@ -326,11 +266,11 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
 #pragma unroll 1
     for (int index = split; index < count; index += step) {
       constexpr int kEarly = Shape::kAlone ? 4 : 1;  // loads that do not wait for the weights
-      const uint32_t values = value_matrix + place * Shape::kPage;
+      const auto load_values = [&](uint32_t(&m)[4], int n) { load_matrices_transposed(m, value_lines[n / 4].at(n % 4) + place * Shape::kPage); };
       uint32_t m[8][4];
       wait_for(loaded + 8 * place, parity);
 #pragma unroll
-      for (int n = 0; n < kEarly; ++n) load_matrices_transposed(m[n], values + n * 32);
+      for (int n = 0; n < kEarly; ++n) load_values(m[n], n);
       wait_for(weighed + 8 * place, parity);
       const uint4 weights = reinterpret_cast<const uint4*>(shared + Shape::kWeights)[place * 32 + lane];
       const float* const scales = reinterpret_cast<const float*>(shared + Shape::kScales) + place * kLatentHeads + row;
@@ -349,7 +289,7 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
                              scale_pair<HALF>(weights.w, high)};
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        if (n >= kEarly) load_matrices_transposed(m[n], values + n * 32);
+        if (n >= kEarly) load_values(m[n], n);
         mma_16816<HALF>(output[2 * n], w[0], w[1], w[2], w[3], m[n][0], m[n][1]);
         mma_16816<HALF>(output[2 * n + 1], w[0], w[1], w[2], w[3], m[n][2], m[n][3]);
       }
@@ -378,9 +318,10 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
   __syncthreads();
 
   // ---- the channels of this CTA, from all CTAs of the cluster ----
+  const int sender = own_warp();
   if (elected()) {
 #pragma unroll 1
-    for (int i = warp + 1; i < cluster; i += Shape::kThreads / 32) {
+    for (int i = sender + 1; i < cluster; i += Shape::kThreads / 32) {
       const int other = rank + i < cluster ? rank + i : rank + i - cluster, bytes = a.part_bytes();
       send(remote_address(ring + Shape::kSent + rank * bytes, other), ring + other * bytes, bytes, remote_address(sent, other));
     }

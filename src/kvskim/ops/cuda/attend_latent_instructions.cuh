@@ -1,5 +1,7 @@
 // Instructions of the kernel of latent attention beyond those of the attend kernel.
 #pragma once
+#include <cuda.h>
+
 #include "attend_instructions.cuh"
 
 namespace kvskim {
@@ -22,6 +24,9 @@ __device__ __forceinline__ void load_shared_if(bool present, float2& v, uint32_t
 
 __device__ __forceinline__ void store_shared(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t address, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // The value is to be computed here, ahead of a wait, and not where it is used.
@@ -82,11 +87,15 @@ __device__ __forceinline__ void send(uint32_t to, uint32_t from, uint32_t bytes,
                : "memory");
 }
 
-// Copies Bytes, a multiple of 16, from global memory and announces them at a signal. All three addresses at multiples of 16, 16 and 8 bytes.
-template <int Bytes>
-__device__ __forceinline__ void load_bulk(uint32_t to, const void* from, uint32_t signal) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "n"(Bytes), "r"(signal)
-               : "memory");
+// The description of a tensor, a kernel argument, to where the copy engine looks for it.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// Copies the page that begins at a token of a block of a kv head, as the tensor's description says, and announces its bytes at a signal.
+__device__ __forceinline__ void load_page(uint32_t to, const CUtensorMap* rows, int token, int head, int block, uint32_t signal) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %3, %4, %5}], [%6];" ::"r"(to), "l"(rows), "r"(0),
+      "r"(token), "r"(head), "r"(block), "r"(signal)
+      : "memory");
 }
 
 // Two 16-bit numbers times a factor that is a power of two: exact, but for fp16 below its normal numbers.
