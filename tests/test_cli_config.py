@@ -79,7 +79,7 @@ def test_warnings_and_the_switch_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     ("words", "variables", "expected"),
     [
         (["tau=2"], {}, "Error: tau=2 (from arguments) must be a number greater than 0 and at most 1\n"),
-        (["tau"], {}, "Error: 'tau' is not a setting: write KEY=VALUE, such as tau=0.007\n"),
+        (["tau"], {}, "Error: 'tau' is not a setting: write KEY=VALUE, such as tau=0.005\n"),
         ([], {"KVSKIM_CONFIG": "/no/such/file.yaml"}, "the file /no/such/file.yaml does not exist"),
         ([], {"KVSKIM_DISABLE": "maybe"}, "Error: KVSKIM_DISABLE='maybe' must be 1, true or yes"),
     ],

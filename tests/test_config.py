@@ -114,7 +114,7 @@ def test_the_defaults() -> None:
         "selector": "sketch",
         "selector_options": {"record_bytes": 256, "page_frame": False},
         "rule": "threshold",
-        "tau": 0.007,
+        "tau": 0.005,
         "min_pages": 8,
         "max_pages": None,
         "sink_pages": 1,
@@ -128,7 +128,7 @@ def test_the_defaults() -> None:
         "host_memory_gib": None,
         "hot_cache_gib": None,
     }
-    assert config.rule_parameters() == RuleParameters("threshold", 0.007, None, None, None, 8, None, "softmax")
+    assert config.rule_parameters() == RuleParameters("threshold", 0.005, None, None, None, 8, None, "softmax")
 
 
 def test_a_configuration_is_immutable_and_defaults_are_not_shared() -> None:

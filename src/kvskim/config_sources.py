@@ -86,7 +86,7 @@ def check_mapping(value: Any, *, where: str) -> dict[str, Any]:
     """`value` as a dict with text keys; raises `ConfigError`, naming `where`, when it is anything else."""
     if not isinstance(value, Mapping):
         held = "nothing" if value is None else show(value)
-        raise ConfigError(f"{where} holds {held}, but a mapping of setting names to values is needed, such as tau: 0.007")
+        raise ConfigError(f"{where} holds {held}, but a mapping of setting names to values is needed, such as tau: 0.005")
     for key in value:
         if not isinstance(key, str):
             raise ConfigError(f"{where} has the key {show(key)}, but the name of a setting must be text")
@@ -103,7 +103,7 @@ def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
     for word in words:
         key, separator, text = word.partition("=")
         if not separator or not key:
-            raise ConfigError(f"{show(word)} is not a setting: write KEY=VALUE, such as tau=0.007")
+            raise ConfigError(f"{show(word)} is not a setting: write KEY=VALUE, such as tau=0.005")
         if not text.strip():
             raise ConfigError(f"{show(word)} gives {key} no value: write one after the equals sign, or leave {key} out")
         value = _parse_value(text, where=word)

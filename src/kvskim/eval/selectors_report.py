@@ -14,7 +14,7 @@ import torch
 from kvskim.eval import texts
 from kvskim.eval.model import EvalModel
 from kvskim.eval.selector_table import TableRun, fidelity, known_candidates, recall_gap, retrieval
-from kvskim.rules.parameters import DEFAULT_WINDOW_PAGES
+from kvskim.rules.parameters import DEFAULT_TAU, DEFAULT_WINDOW_PAGES
 
 NEEDLE_TOKENS = 6144
 NOTHING = "-"
@@ -22,7 +22,7 @@ NOTHING = "-"
 
 
 def run_table(
-    model: EvalModel, *, tokens: int = 8192, decoded: int = 128, budgets: Sequence[int] = (8, 16, 32), tau: float = 0.007,
+    model: EvalModel, *, tokens: int = 8192, decoded: int = 128, budgets: Sequence[int] = (8, 16, 32), tau: float = DEFAULT_TAU,
     needle_tokens: int = NEEDLE_TOKENS, seeds: int = 2, only: Sequence[str] = (), baselines: bool = False, log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """All measurements of the table as one JSON-able dict.

@@ -11,7 +11,7 @@ CombineName = Literal["softmax", "peak", "max"]
 RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
 COMBINE_NAMES: tuple[CombineName, ...] = get_args(CombineName)
 
-DEFAULT_TAU = 0.007
+DEFAULT_TAU = 0.005
 DEFAULT_COVERAGE = 0.95
 DEFAULT_MIN_PAGES = 8
 DEFAULT_WINDOW_PAGES = 2

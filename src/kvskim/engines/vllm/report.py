@@ -22,7 +22,7 @@ _MIB = 2**20
 
 
 def rule_text(rule: RuleParameters) -> str:
-    """The rule in one phrase: "threshold: mass >= 0.007, at least 8 pages"."""
+    """The rule in one phrase: "threshold: mass >= 0.005, at least 8 pages"."""
     parts = []
     if rule.rule == "threshold":
         parts.append(f"threshold: mass >= {rule.tau:g}")
