@@ -9,7 +9,7 @@ namespace {
 constexpr int kLongRing = 8, kShortRing = 4;
 
 // Describes the cache to the copy engine, a page to a copy, its lines' pieces swapped as LatentLine says. Strides are multiples of 16 bytes.
-cudaError_t describe_rows(LatentParameters& a, bool half) {
+cudaError_t describe_pages(LatentParameters& a, bool half) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* entry = nullptr;
@@ -25,7 +25,7 @@ cudaError_t describe_rows(LatentParameters& a, bool half) {
                                  static_cast<cuuint64_t>(a.block_bytes)};
   const cuuint32_t box[5] = {64, kLines, kPageTokens, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
   const CUresult result =
-      encode(&a.rows, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<uint8_t*>(a.cache), sizes, strides, box,
+      encode(&a.page_map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<uint8_t*>(a.cache), sizes, strides, box,
              steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -39,7 +39,7 @@ cudaError_t launch_latent(LatentParameters a, bool crowded, int flags, cudaStrea
   constexpr int kAlone = LatentShape<kLongRing>::kBytes, kShared = LatentShape<kShortRing>::kBytes;
   constexpr int kLongThreads = LatentShape<kLongRing>::kThreads;
   static_assert(kAlone >= shared_bytes_for_residents(1) && kAlone <= kMaximumShared && 2 * (kShared + 1024) <= 228 * 1024);
-  const cudaError_t described = describe_rows(a, HALF);
+  const cudaError_t described = describe_pages(a, HALF);
   if (described != cudaSuccess) return described;
   const int rows = a.heads * a.blocks * a.requests;
   int resident = 0;

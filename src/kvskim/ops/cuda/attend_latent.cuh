@@ -38,7 +38,8 @@ template <bool HALF, int RING>
 __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2) attend_latent_kernel(const __grid_constant__ LatentParameters a) {
   using Shape = LatentShape<RING>;
   extern __shared__ __align__(1024) uint8_t shared[];
-  const auto own_warp = [] { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0); };  // known to the compiler to be the same in all lanes
+  // So that the compiler knows it to be the same in all lanes. Asked for again at the end: kept until then it takes a register more than there are.
+  const auto own_warp = [] { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0); };
   const int warp = own_warp();
   const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
   const bool of_logits = warp < kLogitWarps, of_values = !of_logits && warp < kLogitWarps + kValueWarps;
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
   const uint32_t loaded = ring + Shape::kSignals, weighed = loaded + 8 * RING, vacant = weighed + 8 * RING, sent = vacant + 8 * RING;
 
   if (threadIdx.x == 0) {
-    prefetch_map(&a.rows);
+    prefetch_map(&a.page_map);
 #pragma unroll
     for (int i = 0; i < RING; ++i) {
       prepare_signal(loaded + 8 * i, 1);  // and the bytes
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
         if (elected()) {
           reinterpret_cast<int*>(shared + Shape::kValid)[place] = valid;
           arrive_expecting(signal, Shape::kPage);
-          load_page(to, &a.rows, where >> 5, head, at_block, signal);
+          load_page(to, &a.page_map, where >> 5, head, at_block, signal);
         }
       } else {
         // Rows beyond the request hold anything, also NaN: they become zeros, and are masked below.
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(LatentShape<RING>::kThreads, RING > 4 ? 1 : 2)
       constexpr int kChains = Shape::kAlone ? 3 : 2;  // of dependent products, side by side
       float logits[2][kChains][4] = {};               // of 8 tokens each
       int own = lane;
-      asm volatile("" : "+r"(own));  // for each page anew: the places of all lines take more registers than there are
+      asm volatile("" : "+r"(own));  // for each page anew: the places of all lines are not to be kept in registers
       const auto load_keys = [&](uint32_t(&m)[4], int step) {
         load_matrices(m, LatentLine(ring + place * Shape::kPage, own % 8 + own / 16 * 8, step / 4, own / 8 % 2).at(step % 4));
       };

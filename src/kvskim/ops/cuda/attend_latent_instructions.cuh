@@ -91,9 +91,9 @@ __device__ __forceinline__ void send(uint32_t to, uint32_t from, uint32_t bytes,
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // Copies the page that begins at a token of a block of a kv head, as the tensor's description says, and announces its bytes at a signal.
-__device__ __forceinline__ void load_page(uint32_t to, const CUtensorMap* rows, int token, int head, int block, uint32_t signal) {
+__device__ __forceinline__ void load_page(uint32_t to, const CUtensorMap* page_map, int token, int head, int block, uint32_t signal) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %3, %4, %5}], [%6];" ::"r"(to), "l"(rows), "r"(0),
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %3, %4, %5}], [%6];" ::"r"(to), "l"(page_map), "r"(0),
       "r"(token), "r"(head), "r"(block), "r"(signal)
       : "memory");
 }

@@ -1,8 +1,8 @@
 // Shared memory of the kernel of latent attention, and how queries and rows come there.
 //
-// A row of the ring is nine lines of 128 bytes, as in the cache. Padding between rows would have the copy engine ask twice for nearly every line, in
-// parts. Instead the eight pieces of a line change places with its number (LatentLine), so the 8 rows of an ldmatrix phase lie in 8 different bank groups:
-// the next row begins nine lines on. One request brings a page. The query has 16 bytes of padding. RING = 4: 94 KiB, two CTAs on a multiprocessor, up to
+// A row of the ring is nine lines of 128 bytes, as in the cache, so that one request to the copy engine brings a page. In the place of padding between rows
+// the eight pieces of a line change places with its number (LatentLine), so the 8 rows of an ldmatrix phase lie in 8 different bank groups: the next row
+// begins nine lines on. The query has 16 bytes of padding. RING = 4: 94 KiB, two CTAs on a multiprocessor, up to
 // 72 KiB under way each, no clusters; RING = 8: 210 KiB, one CTA, 144 KiB under way.
 #pragma once
 #include "attend_latent_merge.cuh"

@@ -14,7 +14,7 @@ constexpr int kLatentPairBytes = kLatentHeads * 8;  // (maximum, sum) of each he
 constexpr float kLatentLowest = -1e30f;  // stands for minus infinity where a difference of two of them must not be NaN
 
 struct LatentParameters {
-  CUtensorMap rows;      // of the cache: [blocks, heads, tokens of a block, 9 lines, 64 channels]; its copies bring a page
+  CUtensorMap page_map;  // the cache as [blocks, heads, tokens of a block, 9 lines, 64 channels], of which a copy is a page
   const uint16_t* query;
   int64_t query_request_stride, query_head_stride;
   const uint16_t* rest;  // the rotary channels of the query
