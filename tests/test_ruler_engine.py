@@ -19,6 +19,7 @@ from kvskim.eval.ruler.engine_worker import OUTPUT_SHARES, Prompt, Spec, answer_
 from kvskim.eval.ruler.run import Job, jobs_of
 from kvskim.eval.sample import PromptFormat, Question
 from kvskim.eval.text_metrics import string_match_all, string_match_part
+from kvskim.eval.workers import run_jobs
 from ruler_engine import ENOUGH, FILLER, STOP, TOTAL_PAGES, PlayedEngine
 
 BLOCK = 16
@@ -190,6 +191,18 @@ def test_prompts_are_those_of_the_transformers_host(folder):
     made = engines.make_prompts(folder, "auto", 2, jobs)
     assert [(prompt.tokens.tolist(), prompt.limit) for sample in made for prompt in sample] == fed
     assert len(fed) > 2
+
+
+def test_several_processes_make_the_prompts_that_one_makes(folder, monkeypatch):
+    jobs = list(jobs_of(["kv_recall", "vt"], [512], 2, [3]))
+    alone = engines.make_prompts(folder, "auto", 2, jobs)
+    asked = []
+    monkeypatch.setattr(engines, "run_jobs", lambda *arguments, workers, **more: asked.append(workers) or run_jobs(*arguments, workers=workers, **more))
+    monkeypatch.setattr(engines, "TOKENS_PER_MAKER", 1024)
+    monkeypatch.setattr(engines.os, "cpu_count", lambda: 8)
+    made = engines.make_prompts(folder, "auto", 2, jobs)
+    assert asked == [2]
+    assert [[prompt.tokens.tolist() for prompt in sample] for sample in made] == [[prompt.tokens.tolist() for prompt in sample] for sample in alone]
 
 
 def test_engines_have_the_calibration_of_the_transformers_host(folder, tmp_path):

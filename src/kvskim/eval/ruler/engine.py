@@ -44,9 +44,9 @@ WORKER = (sys.executable, "-m", "kvskim.eval.ruler.engine_worker")
 """The program of an engine's process."""
 POLL_SECONDS = 0.5
 MOST_MAKERS = 16
-"""Processes that make prompts: each takes seconds to start."""
-SAMPLES_PER_MAKER = 4
-"""Fewer samples are made sooner by fewer processes."""
+"""Processes that make prompts."""
+TOKENS_PER_MAKER = 1 << 21
+"""Tokens of samples that a process makes in about the time that it takes to start."""
 ENDLESS_PAGES = 1 << 40
 """More pages than any request has."""
 
@@ -82,7 +82,7 @@ def read_tokenizer(model: str) -> Any:
 
 def make_prompts(model: str, chat: str, limit: int, jobs: Sequence[Job]) -> list[list[Prompt]]:
     """The prompts of all samples, in their order, made by as many processes as pay."""
-    makers = min(os.cpu_count() or 1, MOST_MAKERS, len(jobs) // SAMPLES_PER_MAKER)
+    makers = min(os.cpu_count() or 1, MOST_MAKERS, sum(job.context for job in jobs) // TOKENS_PER_MAKER)
     if makers < 2:
         make = prompt_maker("cpu", model, chat, limit)
         return [make(job) for job in jobs]
