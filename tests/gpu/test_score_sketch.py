@@ -52,10 +52,14 @@ def run(
 
 def kernel_weights(case: SketchCase, scratch: Tensor) -> Tensor:
     """The int8 weights that the preparation kernel wrote, in slot order, ``[R, H, G, slots]``; layout as in score_sketch.cuh."""
-    layout, columns = case.tables.layout, padded_group(case.group)  # blocks of 16 columns lie as the two tiles of a group of 16 do
-    requests, tile = len(case.lengths), min(columns, 8)
+    layout, columns = case.tables.layout, padded_group(case.group)
+    requests, block = len(case.lengths), min(columns, 16)
     raw = scratch[: requests * case.heads * columns * 1024].view(torch.int8)
-    raw = raw.view(requests, case.heads, columns // tile, 16, tile, 4, 2, 2, 4)  # product / 2, column, q, product % 2, half, byte
+    if block == 16:  # product, column / 2, q, half, column % 2, byte
+        raw = raw.view(requests, case.heads, columns // block, 32, 8, 4, 2, 2, 4).permute(0, 1, 2, 3, 4, 7, 6, 5, 8)
+    else:  # product / 2, column, q, product % 2, half, byte
+        raw = raw.view(requests, case.heads, 1, 16, block, 4, 2, 2, 4).permute(0, 1, 2, 3, 6, 4, 7, 5, 8)
+    raw = raw.reshape(requests, case.heads, columns // block, 32, block, 32)  # block, product, column, slot of the half row
     products = [
         (mode, (word - layout.word_start[mode]) // 2)
         for parity in (0, 1) for word in range(0, 16, 2) for position in (3, 2, 1, 0) for mode in range(parity, 16, 2)
@@ -63,9 +67,8 @@ def kernel_weights(case: SketchCase, scratch: Tensor) -> Tensor:
     ]
     weights = torch.zeros(requests, case.heads, columns, 1024, device=raw.device)
     for n, (mode, half_row) in enumerate(products):
-        part = raw[:, :, :, n // 2, :, :, n % 2].permute(0, 1, 2, 3, 5, 4, 6).reshape(requests, case.heads, columns, 32)
         start = layout.mode_start[mode] + 32 * half_row
-        weights[..., start : start + 32] = part.float()
+        weights[..., start : start + 32] = raw[:, :, :, n].reshape(requests, case.heads, columns, 32).float()
     return weights[:, :, : case.group]
 
 

@@ -91,7 +91,6 @@ __device__ __forceinline__ void quantize_weights(const PrepareArguments& p, int 
     }
   __syncthreads();
 
-  const int tile_columns = min(columns, 8);
   if (used)
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
@@ -110,10 +109,12 @@ __device__ __forceinline__ void quantize_weights(const PrepareArguments& p, int 
       total += __shfl_xor_sync(~0u, total, 2);
       if (q == 0) atomicAdd(&column_sum[own.first][local], total);
       if (request < p.requests) {
+        // A lane of the score kernel loads 16 bytes: of up to 8 columns those of two products, of 16 those of two columns.
+        const int lane_vector = columns == kBlockColumns ? (own.product * (kBlockColumns / 2) + member / 2) * 4 + q
+                                                         : (own.product / 2 * columns + member) * 4 + q;
+        const int word = columns == kBlockColumns ? 2 * unit + (member & 1) : 2 * (own.product & 1) + unit;
         uint8_t* to = p.weights + (heads.place(p, request) << p.column_shift) * kWeightBytes;
-        to += (member & ~(tile_columns - 1)) * kWeightBytes;
-        to += ((own.product / 2 * tile_columns + (member & (tile_columns - 1))) * 4 + q) * 16 + (own.product & 1) * 8 + 4 * unit;
-        *reinterpret_cast<uint32_t*>(to) = packed;
+        *reinterpret_cast<uint32_t*>(to + lane_vector * 16 + word * 4) = packed;
       }
     }
   __syncthreads();
@@ -129,7 +130,7 @@ __device__ __forceinline__ void quantize_weights(const PrepareArguments& p, int 
     const int bias = 3 * p.bundles.power[of.mode] * column_sum[place][local];
     const float whole = static_cast<float>(static_cast<int>(kMagic) + (bias >> 1)), half_unit = (bias & 1) ? 0.5f : 0.f;
     float* to = reinterpret_cast<float*>(p.scales) + (heads.place(p, request) << p.column_shift) * (kScaleBytes / 4);
-    to += (member & ~(tile_columns - 1)) * (kScaleBytes / 4) + of.mode * tile_columns * 2 + (member & (tile_columns - 1)) / 2 * 4 + (member & 1);
+    to += of.mode * columns * 2 + member / 2 * 4 + (member & 1);
     to[0] = scale;
     to[2] = -fmaf(scale, whole, scale * half_unit);
   }

@@ -2,87 +2,19 @@
 // share of the attention. docs/how-it-works.md, section "The sketch record":
 //   y_mode = a_mode sum_slots W8 (digit - 3/2);  logit_t = sum_mode T[t, mode] y_mode;  S = log sum_t exp(logit_t)
 //
-// A warp takes tiles of 16 pages of one (request, kv head): int8 tensor-core products of 16 pages x 8 columns (query heads) accumulate the 16
+// A warp takes tiles of one (request, kv head): int8 tensor-core products of 16 pages x 8 columns (query heads), or 8 x 16, accumulate the 16
 // modes, the inverse DCT and the log-sum-exp run in registers (score_sketch_transform.cuh), and the records of the warp's next tile are on their way
 // meanwhile. One wave of CTAs; a warp whose first tile is past the request's end leaves at once, so the cost follows the live length.
-// What bounds it is the stream of records, and, before the first tile can be multiplied, that of the weights to all multiprocessors.
-#include "common.cuh"
-#include "score_sketch.cuh"
+// What bounds it is the stream of records, of 16 columns the instructions, and, before the first tile can be multiplied, the stream of the weights to all
+// multiprocessors.
+#include "score_sketch_memory.cuh"
 #include "score_sketch_transform.cuh"
+#include "score_sketch_wide.cuh"
 
 namespace kvskim {
 namespace {
 
-constexpr int kWarps = 4, kPairedWarps = 8;  // of a CTA; and of one for 16 columns
-constexpr int kTilePages = 16, kRecordVectors = sketch::record_bytes / 64;  // 16-byte loads per lane and record
-
-struct ScoreArguments {
-  const uint8_t* records;  // [N, H, 256]
-  const int* block_table;
-  int64_t block_table_stride;
-  const int* seq_lens;
-  const uint8_t* weights;  // score_sketch.cuh
-  const float4* scales;
-  const float* forced;     // [R, H, Gp]
-  __half* scores;          // [R, H, capacity, Gp]
-  float* partials;         // [R, H, chunks, Gp]
-  int blocks, live_blocks;  // of 16 columns in a padded group; and of those, blocks that are prepared
-  int requests, heads, capacity, chunks, page_shift, sink_pages, window_pages, full_pages, settled;
-};
-
-// A plain load with a memory clobber: together with a __syncwarp after it, this keeps ptxas from sinking the loads behind the exponentials.
-// SHARED: other warps of the multiprocessor want the same record.
-template <bool SHARED>
-__device__ __forceinline__ uint4 load_record(const uint8_t* p) {
-  uint4 v;
-  if constexpr (SHARED)
-    asm volatile("ld.global.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  else
-    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-
-// base + index * bytes.
-template <class T>
-__device__ __forceinline__ T* element(T* base, uint32_t index, uint32_t bytes) {
-  T* at;
-  asm("mad.wide.u32 %0,%1,%2,%3;" : "=l"(at) : "r"(index), "r"(bytes), "l"(base));
-  return at;
-}
-
-// Loads that are not moved to where their result is used.
-__device__ __forceinline__ int load_here(const int* p) {
-  int value;
-  asm volatile("ld.global.s32 %0,[%1];" : "=r"(value) : "l"(p));
-  return value;
-}
-__device__ __forceinline__ float2 load_here(const float2* p) {
-  float2 v;
-  asm volatile("ld.global.v2.f32 {%0,%1},[%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
-  return v;
-}
-
-// From global to shared memory, without a register for what is on its way. This thread may read it after wait_copies.
-__device__ __forceinline__ void copy_int(int* to, const int* from) {
-  asm volatile("cp.async.ca.shared.global [%0],[%1],4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copy_vector(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
-}
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// Stores to an address that lay in shared memory, of which the compiler does not know that it is global.
-__device__ __forceinline__ void store_scores(__half* to, __half2 value) {
-  asm volatile("st.global.b32 [%0],%1;" ::"l"(to), "r"(reinterpret_cast<const uint32_t&>(value)) : "memory");
-}
-
-template <int I>
-__device__ __forceinline__ uint32_t component(const uint4& v) {
-  if constexpr (I == 0) return v.x;
-  else if constexpr (I == 1) return v.y;
-  else if constexpr (I == 2) return v.z;
-  else return v.w;
-}
+constexpr int kWarps = 4, kWideWarps = 8;  // of a CTA; and of one for 16 columns
 
 template <bool FIRST>
 __device__ __forceinline__ void multiply(int (&d)[4], const int4& start, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -92,12 +24,8 @@ __device__ __forceinline__ void multiply(int (&d)[4], const int4& start, uint32_
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
 }
 
-// What is needed once for each tile. In registers it would take the room of what is needed often. Three CTAs of the variant for 4 columns should fit in
-// the 16 KB of shared memory that a multiprocessor is divided for by the preparation; else it would have to be idle before the scan may begin there.
-struct alignas(16) ColumnPair {
-  float minus_forced[2];  // log-masses, in log2
-  __half* scores;         // of page 0
-};
+// What is needed once for each tile. Three CTAs of the variant for 4 columns should fit in the 16 KB of shared memory that a multiprocessor is divided
+// for by the preparation; else it would have to be idle before the scan may begin there.
 struct alignas(16) WarpConstants {
   int entry[32];           // of a lane: of the block table, for the tile behind the one whose records are on their way
   const uint8_t* records;  // of physical page 0
@@ -106,46 +34,41 @@ struct alignas(16) WarpConstants {
 };
 
 // COLUMNS (query heads): 8, or 4 that are put into the tensor core twice (its columns 4..7 repeat 0..3), so that lanes q < 2 of a quad can finish
-// page g and lanes q >= 2 page g + 8. Of 16 a warp has 8: two warps read the same tile, and all warps of a CTA the tiles of one chunk in turn. Of more
-// query heads each block of 16 has CTAs of its own; it has weights and scales as a kv head of its own would.
-// TOGETHER: the warps of a CTA have the same kv head; below 16 columns chunks is a multiple of their number. Else they have neighbouring heads.
+// page g and lanes q >= 2 page g + 8. For 16 see score_sketch_wide.cuh; of more query heads each block of 16 has CTAs of its own and has weights and
+// scales as a kv head of its own would.
+// TOGETHER: the warps of a CTA have the same kv head, and chunks is a multiple of their number. Else they have neighbouring heads.
 template <int COLUMNS>
 struct ScoreShape {
-  static constexpr bool pairs = COLUMNS == 16, weights_in_registers = COLUMNS == 4;  // else in shared memory
-  static constexpr int warps = pairs ? kPairedWarps : kWarps;
-  static constexpr int own = COLUMNS < 8 ? COLUMNS : 8, tiles = COLUMNS / own;  // columns of a warp: a column tile; and tiles
-  static constexpr int lanes = own * 4;                                         // lanes with weights of their own
-  static constexpr int vectors = kProducts / 2 * lanes;                         // 16-byte vectors of weights of a column tile
-  static constexpr int scales = kModes * own / 2;                               // float4 of a column tile
-  // Of each column tile: scales and offsets of the modes, then, as if they were two more modes, minus the forced log-masses in log2, and kMagicBits.
-  static constexpr int tile_scales = scales + 2 * (own / 2);
-  static constexpr int head_bytes = (weights_in_registers ? 0 : tiles * vectors * 16) + tiles * tile_scales * 16;
+  static constexpr bool weights_in_registers = COLUMNS == 4;  // else in shared memory
+  static constexpr int lanes = COLUMNS * 4;                   // lanes with weights of their own
+  static constexpr int vectors = kProducts / 2 * lanes;       // 16-byte vectors of weights
+  static constexpr int scales = kModes * COLUMNS / 2;         // float4
+  // Scales and offsets of the modes, then, as if they were two more modes, minus the forced log-masses in log2, and kMagicBits.
+  static constexpr int all_scales = scales + 2 * (COLUMNS / 2);
+  static constexpr int head_bytes = (weights_in_registers ? 0 : vectors * 16) + all_scales * 16;
   // Warps of one kv head share what it has in shared memory: for each warp apart it would be 20 MB in all, which takes as long as a tile does.
   static constexpr int bytes(bool together) {
-    return warps * static_cast<int>(sizeof(WarpConstants)) + (together && !weights_in_registers ? 1 : warps) * head_bytes;
+    return kWarps * static_cast<int>(sizeof(WarpConstants)) + (together && !weights_in_registers ? 1 : kWarps) * head_bytes;
   }
 };
 
 template <int COLUMNS, int CTAS, bool TOGETHER>
-__global__ void __launch_bounds__(ScoreShape<COLUMNS>::warps * 32, CTAS) score_sketch_kernel(const __grid_constant__ ScoreArguments p) {
+__global__ void __launch_bounds__(kWarps * 32, CTAS) score_sketch_kernel(const __grid_constant__ ScoreArguments p) {
   using Shape = ScoreShape<COLUMNS>;
-  constexpr bool PAIRS = Shape::pairs, WEIGHTS_IN_REGISTERS = Shape::weights_in_registers;
-  static_assert(!PAIRS || TOGETHER, "the warps of a chunk are of one kv head");
+  constexpr bool WEIGHTS_IN_REGISTERS = Shape::weights_in_registers;
   extern __shared__ __align__(16) uint8_t shared[];
   allow_next_kernel();
   // From one lane: so the compiler knows that what follows from it is the same in all lanes.
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   constexpr bool share = !WEIGHTS_IN_REGISTERS && TOGETHER;
   WarpConstants& constants = reinterpret_cast<WarpConstants*>(shared)[warp];
-  uint4* shared_weights = reinterpret_cast<uint4*>(shared + Shape::warps * sizeof(WarpConstants) + (share ? 0 : warp * Shape::head_bytes));
-  float4* shared_scales = reinterpret_cast<float4*>(shared_weights) + (WEIGHTS_IN_REGISTERS ? 0 : Shape::tiles * Shape::vectors);
+  uint4* shared_weights = reinterpret_cast<uint4*>(shared + kWarps * sizeof(WarpConstants) + (share ? 0 : warp * Shape::head_bytes));
+  float4* shared_scales = reinterpret_cast<float4*>(shared_weights) + (WEIGHTS_IN_REGISTERS ? 0 : Shape::vectors);
 
-  // Neighbouring CTAs, or warps, take the heads of the same pages, whose records are neighbours in memory, and neighbouring CTAs the blocks of columns
-  // of the same records.
-  const int pair = PAIRS ? blockIdx.x / p.live_blocks : TOGETHER ? blockIdx.x : blockIdx.x * kWarps + warp;
-  const int block = PAIRS ? blockIdx.x - pair * p.live_blocks : 0, rest = pair / p.heads, head = pair - rest * p.heads;
-  const int shares = TOGETHER && !PAIRS ? p.chunks / kWarps : p.chunks, request = rest / shares;
-  const int first_chunk = (rest - request * shares) * (TOGETHER && !PAIRS ? kWarps : 1), chunk = first_chunk + (TOGETHER && !PAIRS ? warp : 0);
+  // Neighbouring CTAs, or warps, take the heads of the same pages, whose records are neighbours in memory.
+  const int pair = TOGETHER ? blockIdx.x : blockIdx.x * kWarps + warp, rest = pair / p.heads, head = pair - rest * p.heads;
+  const int shares = TOGETHER ? p.chunks / kWarps : p.chunks, request = rest / shares;
+  const int first_chunk = (rest - request * shares) * (TOGETHER ? kWarps : 1), chunk = first_chunk + (TOGETHER ? warp : 0);
   if (!p.settled) wait_previous_kernel();
   const int length = request < p.requests ? p.seq_lens[request] : 0, total = ceil_div(length, kPageTokens);
   // A request that has just found all but the last token of its prompt in the prefix cache may share its last full page with a row that
@@ -154,15 +77,12 @@ __global__ void __launch_bounds__(ScoreShape<COLUMNS>::warps * 32, CTAS) score_s
   const int pages = total > p.full_pages ? total - p.window_pages : 0;
   // Even a warp without work waits: the end of this grid must mean that the kernel ahead has ended too, for the one behind reads its results.
   if ((share ? first_chunk : chunk) * kTilePages >= pages) return wait_previous_kernel();
-  const int row = request * p.heads + head, columns = PAIRS ? p.blocks * COLUMNS : COLUMNS, first_column = block * COLUMNS;
-  const int weight_row = PAIRS ? row * p.blocks + block : row;
+  const int row = request * p.heads + head;
 
   // Of the 16 pages of a tile a lane looks up one: even lanes that of row g, odd ones that of row g + 8, which their neighbour needs too. Pages past
   // the end repeat the last page: its record is valid, its results are not written.
-  constexpr int kTiles = PAIRS ? Shape::warps / Shape::tiles : 1;  // of a chunk at a time
-  const int first_tile = PAIRS ? chunk + warp / Shape::tiles * p.chunks : chunk;
-  int own_page = first_tile * kTilePages + g + 8 * (q & 1);
-  const int last_page = pages - 1, stride = p.chunks * (kTilePages * kTiles);
+  int own_page = chunk * kTilePages + g + 8 * (q & 1);
+  const int last_page = pages - 1, stride = p.chunks * kTilePages;
   const uint32_t page_bytes = p.heads * sketch::record_bytes;
   const uint8_t* lane_records = p.records + head * sketch::record_bytes + 16 * q;
   const int* entries = p.block_table + request * p.block_table_stride;
@@ -176,7 +96,7 @@ __global__ void __launch_bounds__(ScoreShape<COLUMNS>::warps * 32, CTAS) score_s
     for (int h = 0; h < 2; ++h) {
       const uint8_t* from = element(base, __shfl_sync(~0u, physical, h, 2), page_bytes);
 #pragma unroll
-      for (int j = 0; j < kRecordVectors; ++j) record[h][j] = load_record<PAIRS>(from + 64 * j);
+      for (int j = 0; j < kRecordVectors; ++j) record[h][j] = load_record(from + 64 * j);
     }
   };
   const int first_entry = load_here(entry_at(entries, own_page));
@@ -185,29 +105,27 @@ __global__ void __launch_bounds__(ScoreShape<COLUMNS>::warps * 32, CTAS) score_s
   wait_previous_kernel();
 
   // All loads before the first use of one: then they take one latency together.
-  constexpr int kPairs = Shape::own / 2;
-  const int reader = share ? threadIdx.x : lane, forced_pair = reader % (COLUMNS / 2);
-  const float2 forced = load_here(reinterpret_cast<const float2*>(p.forced + static_cast<int64_t>(weight_row) * COLUMNS) + forced_pair);
+  constexpr int kPairs = COLUMNS / 2;
+  const int reader = share ? threadIdx.x : lane, forced_pair = reader % kPairs;
+  const float2 forced = load_here(reinterpret_cast<const float2*>(p.forced + static_cast<int64_t>(row) * COLUMNS) + forced_pair);
   const int weight_lane = lane % Shape::lanes;
   uint4 register_weights[kProducts / 2];
-  const uint4* weights = reinterpret_cast<const uint4*>(p.weights) + static_cast<int64_t>(weight_row) * (Shape::tiles * Shape::vectors);
-  const float4* scales = p.scales + static_cast<int64_t>(weight_row) * Shape::tiles * Shape::scales;
+  const uint4* weights = reinterpret_cast<const uint4*>(p.weights) + static_cast<int64_t>(row) * Shape::vectors;
+  const float4* scales = p.scales + static_cast<int64_t>(row) * Shape::scales;
   const auto copy = [&](auto* to, const auto* from, auto count) {
-    constexpr int kCount = decltype(count)::value, kReaders = share ? 32 * Shape::warps : 32;
+    constexpr int kCount = decltype(count)::value, kReaders = share ? 32 * kWarps : 32;
 #pragma unroll
     for (int i = 0; i < ceil_div(kCount, kReaders); ++i)
       if (kCount % kReaders == 0 || i * kReaders + reader < kCount) copy_vector(to + i * kReaders + reader, from + i * kReaders + reader);
   };
-  if constexpr (!WEIGHTS_IN_REGISTERS) copy(shared_weights, weights, std::integral_constant<int, Shape::tiles * Shape::vectors>{});
-#pragma unroll
-  for (int c = 0; c < Shape::tiles; ++c)
-    copy(shared_scales + c * Shape::tile_scales, scales + c * Shape::scales, std::integral_constant<int, Shape::scales>{});
+  if constexpr (!WEIGHTS_IN_REGISTERS) copy(shared_weights, weights, std::integral_constant<int, Shape::vectors>{});
+  copy(shared_scales, scales, std::integral_constant<int, Shape::scales>{});
   if constexpr (WEIGHTS_IN_REGISTERS)
 #pragma unroll
     for (int i = 0; i < kProducts / 2; ++i) register_weights[i] = weights[i * Shape::lanes + weight_lane];
-  if (reader < COLUMNS / 2) {
-    float4* to = shared_scales + forced_pair / kPairs * Shape::tile_scales + Shape::scales + forced_pair % kPairs;
-    __half* scores = p.scores + static_cast<int64_t>(static_cast<uint32_t>(row) * p.capacity) * columns + first_column + 2 * forced_pair;
+  if (reader < kPairs) {
+    float4* to = shared_scales + Shape::scales + forced_pair;
+    __half* scores = p.scores + static_cast<int64_t>(static_cast<uint32_t>(row) * p.capacity) * COLUMNS + 2 * forced_pair;
     reinterpret_cast<ColumnPair&>(*to) = {{forced.x * -kLog2E, forced.y * -kLog2E}, scores};
     to[kPairs] = make_float4(kMagic, kMagic, kMagic, kMagic);
   }
@@ -217,16 +135,15 @@ __global__ void __launch_bounds__(ScoreShape<COLUMNS>::warps * 32, CTAS) score_s
   const bool low = q < 2;
   const int column_pair = COLUMNS == 4 ? q & 1 : q;
   if (lane == 0) constants.entries = entries, constants.records = p.records + head * sketch::record_bytes;
-  if (lane == 0) constants.partials = p.partials + (static_cast<int64_t>(row) * p.chunks + chunk) * columns + first_column;
+  if (lane == 0) constants.partials = p.partials + (static_cast<int64_t>(row) * p.chunks + chunk) * COLUMNS;
   wait_copies();
   if constexpr (share) __syncthreads();
   else __syncwarp();
   float mass[2] = {};
-  const int column_tile = PAIRS ? warp % Shape::tiles : 0;
-  const float4* lane_scales = shared_scales + column_tile * Shape::tile_scales + column_pair;
+  const float4* lane_scales = shared_scales + column_pair;
 
-  int tiles = __shfl_sync(~0u, ceil_div(ceil_div(pages, kTilePages) - first_tile, p.chunks * kTiles), 0);
-  if (share && !PAIRS && tiles == 0) return;
+  int tiles = __shfl_sync(~0u, ceil_div(ceil_div(pages, kTilePages) - chunk, p.chunks), 0);
+  if (share && tiles == 0) return;
   for (; tiles > 0; --tiles) {
     asm volatile("" ::: "memory");  // or the weights in shared memory are hoisted into registers
     int sum[kModes][4];
@@ -237,7 +154,7 @@ __global__ void __launch_bounds__(ScoreShape<COLUMNS>::warps * 32, CTAS) score_s
       constexpr SketchProduct o = kSketchProgram.product[i];
       constexpr uint32_t mask = 0x03030303u << (2 * o.position);
       if constexpr (WEIGHTS_IN_REGISTERS) fragment[i / 2] = register_weights[i / 2];
-      else if constexpr (i % 2 == 0) fragment[i / 2] = shared_weights[column_tile * Shape::vectors + i / 2 * Shape::lanes + weight_lane];
+      else if constexpr (i % 2 == 0) fragment[i / 2] = shared_weights[i / 2 * Shape::lanes + weight_lane];
       multiply<o.first>(sum[o.mode], start, component<o.word % 4>(record[0][o.word / 4]) & mask, component<o.word % 4>(record[1][o.word / 4]) & mask,
                         component<o.word % 4 + 1>(record[0][o.word / 4]) & mask, component<o.word % 4 + 1>(record[1][o.word / 4]) & mask,
                         component<2 * (i % 2)>(fragment[i / 2]), component<2 * (i % 2) + 1>(fragment[i / 2]));
@@ -277,20 +194,16 @@ __global__ void __launch_bounds__(ScoreShape<COLUMNS>::warps * 32, CTAS) score_s
 #pragma unroll
       for (int v = 0; v < kAll; ++v) total[v] = token_sum(even[v], odd_part(z1[v], z3[v], z5[v], z7[v], z9[v], z11[v], z13[v], z15[v]));
     }
-    // The largest token lies at most 2^128 above the page's mean logit, which is mode 0: without it no exponential overflows in practice.
     float score[kAll];
 #pragma unroll
-    for (int v = 0; v < kAll; ++v) score[v] = fmaf(fminf(log2_fast(total[v]), 128.f), kLn2, mean[v]);
+    for (int v = 0; v < kAll; ++v) score[v] = page_score(total[v], mean[v]);
     const int page = own_page & ~8;
     auto finish = [&](int half, float x, float y) {
-      // NaN becomes the largest score here and in the sums: a broken estimate may cost time, never quality.
-      __half2 h = __floats2half2_rn(x, y);
-      h = __hmax2(__hmin2(h, __float2half2_rn(60000.f)), __float2half2_rn(-60000.f));
+      const __half2 h = stored_scores(x, y);
       const ColumnPair& of = reinterpret_cast<const ColumnPair&>(lane_scales[Shape::scales]);
       const bool written = page + 8 * half < pages;
-      if (written) store_scores(element(of.scores, page, columns * sizeof(__half)) + 8 * half * columns, h);
-      constexpr float cap = 83.f * kLog2E;
-      const float mx = exp2_fast(fminf(fmaf(x, kLog2E, of.minus_forced[0]), cap)), my = exp2_fast(fminf(fmaf(y, kLog2E, of.minus_forced[1]), cap));
+      if (written) store_scores(element(of.scores, page, COLUMNS * sizeof(__half)) + 8 * half * COLUMNS, h);
+      const float mx = page_mass(x, of.minus_forced[0]), my = page_mass(y, of.minus_forced[1]);
       if (written && page + 8 * half >= p.sink_pages) mass[0] += mx, mass[1] += my;
     };
     if constexpr (COLUMNS == 4) {
@@ -302,38 +215,30 @@ __global__ void __launch_bounds__(ScoreShape<COLUMNS>::warps * 32, CTAS) score_s
     own_page += stride;
   }
   wait_copies();  // the last one is not used
-  float* warp_mass = reinterpret_cast<float*>(constants.entry);  // of a warp's columns, for the CTA
-  if constexpr (PAIRS) __syncwarp();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float m = mass[i];
 #pragma unroll
-    for (int x = Shape::own / 2; x < 32; x <<= 1) m += __shfl_xor_sync(~0u, m, x);
-    if (lane < Shape::own / 2) (PAIRS ? warp_mass : constants.partials)[2 * column_pair + i] = m;
-  }
-  if constexpr (PAIRS) {
-    __syncthreads();
-    if (threadIdx.x >= COLUMNS) return;
-    float m = 0.f;
-#pragma unroll
-    for (int i = lane / Shape::own; i < Shape::warps; i += Shape::tiles)
-      m += reinterpret_cast<const float*>(reinterpret_cast<const WarpConstants*>(shared)[i].entry)[lane % Shape::own];
-    constants.partials[lane] = m;
+    for (int x = kPairs; x < 32; x <<= 1) m += __shfl_xor_sync(~0u, m, x);
+    if (lane < kPairs) constants.partials[2 * column_pair + i] = m;
   }
 }
 
 template <int COLUMNS, int CTAS, bool TOGETHER>
 cudaError_t launch_score(const ScoreArguments& p, int flags, cudaStream_t stream) {
-  using Shape = ScoreShape<COLUMNS>;
   const int64_t rows = static_cast<int64_t>(p.requests) * p.heads * p.chunks;
-  const int64_t ctas = Shape::pairs ? rows * p.live_blocks : (rows + kWarps - 1) / kWarps;
-  return launch(score_sketch_kernel<COLUMNS, CTAS, TOGETHER>, dim3(static_cast<unsigned>(ctas)), Shape::warps * 32, Shape::bytes(TOGETHER), stream, flags,
-                p);
+  return launch(score_sketch_kernel<COLUMNS, CTAS, TOGETHER>, dim3(static_cast<unsigned>((rows + kWarps - 1) / kWarps)), kWarps * 32,
+                ScoreShape<COLUMNS>::bytes(TOGETHER), stream, flags, p);
 }
 
-// CTAs per multiprocessor of the variant for 4 and 8 columns: measured best. 16 columns have as many warps, eight columns each: two tiles of columns in
-// one warp share the digits of a record, but take all registers, and with two warps on a scheduler the exponentials and the rest do not overlap.
-constexpr int resident_ctas(int padded) { return padded == 4 ? 3 : padded == 8 ? 4 : 16 / kPairedWarps; }
+// CTAs per multiprocessor: measured best.
+constexpr int resident_ctas(int padded) { return padded == 4 ? 3 : padded == 8 ? 4 : 2; }
+
+cudaError_t launch_wide(const ScoreArguments& p, int flags, cudaStream_t stream) {
+  const int64_t ctas = static_cast<int64_t>(p.requests) * p.heads * p.chunks * p.live_blocks;
+  return launch(score_sketch_wide_kernel<kWideWarps, resident_ctas(kBlockColumns)>, dim3(static_cast<unsigned>(ctas)), kWideWarps * 32,
+                sizeof(WideShared<kWideWarps>), stream, flags, p);
+}
 
 }  // namespace
 }  // namespace kvskim
@@ -369,7 +274,7 @@ extern "C" int kvskim_score_sketch(const void* records, const void* block_table,
                          blocks, ceil_div(group, kBlockColumns), requests, heads, capacity, chunks, page_shift, sink_pages, window_pages,
                          full_pages, (flags & kRecordsSettled) != 0};
   const auto s = static_cast<cudaStream_t>(stream);
-  if (padded == kBlockColumns) return launch_score<kBlockColumns, resident_ctas(kBlockColumns), true>(p, flags, s);
+  if (padded == kBlockColumns) return launch_wide(p, flags, s);
   const auto launch_columns = [&](auto together) {
     constexpr bool TOGETHER = decltype(together)::value;
     if (padded == 4) return launch_score<4, resident_ctas(4), TOGETHER>(p, flags, s);

@@ -48,9 +48,10 @@ constexpr SketchProgram make_sketch_program() {
 constexpr SketchProgram kSketchProgram = make_sketch_program();
 static_assert(kSketchProgram.start[15] + sketch::half_row * kSketchProgram.rows[15] == kSlots, "the modes fill the record");
 
-// Bytes of weights and of scales per query head column. A request and kv head has padded_group columns in tiles of C = 4 or 8.
-// Weights of a tile: [product / 2][column][q] of 16 bytes, which lane (column, q) of the tensor core reads: byte 8 (product % 2) + 4 h + i
-// is the weight of slot 16 h + 4 q + i of the half row. Scales of a tile: [mode][column / 2] of (scale, scale, offset, offset).
+// Bytes of weights and of scales per query head column. A request and kv head has one block of C = 4, 8 or 16 columns, or several of 16.
+// Weights of 4 or 8 columns: [product / 2][column][q] of 16 bytes, which lane (column, q) of the tensor core reads: byte 8 (product % 2) + 4 h + i
+// is the weight of slot 16 h + 4 q + i of the half row. Of 16 columns: [product][column / 2][q] of 16 bytes, byte 8 h + 4 (column % 2) + i.
+// Scales: [mode][column / 2] of (scale, scale, offset, offset).
 constexpr int kWeightBytes = kSlots, kScaleBytes = kModes * 8;
 
 // cos(pi k / 32)
