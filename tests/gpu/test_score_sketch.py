@@ -174,6 +174,19 @@ def test_blocks_windows_softcap(kernels: str, block_size: int, float8: bool) -> 
         assert compare(case, run(case, kernels), score_tolerance=0.03) == [], (sink, window, softcap, layout)
 
 
+@cuda_only
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("group", [16, 40])
+def test_windows_of_wide_groups(group: int, block_size: int) -> None:
+    """Blocks of 16 columns have a scan of their own."""
+    for seed, (sink, window, layout) in enumerate([(0, 1, "heads"), (1, 1, "tokens"), (3, 9, "interleaved"), (40, 70, "tokens")]):
+        case = make_case(
+            "cuda", lengths=[0, 5, 16, 17, 100, 1600, 5000], group=group, dim=64, block_size=block_size, sink_pages=sink, window_pages=window, layout=layout,
+            seed=seed,
+        )
+        assert compare(case, run(case, "cuda", overlap=True, settled=True), score_tolerance=0.03) == [], (sink, window, layout)
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("group", [3, 8, 12])
 def test_many_requests(kernels: str, group: int) -> None:

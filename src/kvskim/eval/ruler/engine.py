@@ -82,7 +82,7 @@ def read_tokenizer(model: str) -> Any:
 
 def make_prompts(model: str, chat: str, limit: int, jobs: Sequence[Job]) -> list[list[Prompt]]:
     """The prompts of all samples, in their order, made by as many processes as pay."""
-    makers = min(os.cpu_count() or 1, MOST_MAKERS, sum(job.context for job in jobs) // TOKENS_PER_MAKER)
+    makers = min(os.cpu_count() or 1, MOST_MAKERS, len(jobs), sum(job.context for job in jobs) // TOKENS_PER_MAKER)
     if makers < 2:
         make = prompt_maker("cpu", model, chat, limit)
         return [make(job) for job in jobs]

@@ -5,8 +5,8 @@
 // A warp takes tiles of one (request, kv head): int8 tensor-core products of 16 pages x 8 columns (query heads), or 8 x 16, accumulate the 16
 // modes, the inverse DCT and the log-sum-exp run in registers (score_sketch_transform.cuh), and the records of the warp's next tile are on their way
 // meanwhile. One wave of CTAs; a warp whose first tile is past the request's end leaves at once, so the cost follows the live length.
-// What bounds it is the stream of records, of 16 columns the instructions, and, before the first tile can be multiplied, the stream of the weights to all
-// multiprocessors.
+// What bounds it up to 8 columns is the stream of records, and, before the first tile can be multiplied, that of the weights to all multiprocessors. With
+// 16 columns no one unit is full: instructions, tensor cores and latencies all count.
 #include "score_sketch_memory.cuh"
 #include "score_sketch_transform.cuh"
 #include "score_sketch_wide.cuh"

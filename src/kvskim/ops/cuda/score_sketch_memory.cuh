@@ -1,4 +1,4 @@
-// Memory instructions of the scans of sketch records, and what each of them needs once for a tile.
+// What both scans of sketch records share: arguments, memory instructions, and how a score is stored and summed.
 #pragma once
 #include "common.cuh"
 #include "score_sketch.cuh"
@@ -70,7 +70,7 @@ __device__ __forceinline__ uint32_t component(const uint4& v) {
   else return v.w;
 }
 
-// In registers it would take the room of what is needed often.
+// Needed once for each tile: in registers it would take the room of what is needed often.
 struct alignas(16) ColumnPair {
   float minus_forced[2];  // log-masses, in log2
   __half* scores;         // of page 0
