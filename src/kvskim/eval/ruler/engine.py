@@ -44,7 +44,7 @@ WORKER = (sys.executable, "-m", "kvskim.eval.ruler.engine_worker")
 """The program of an engine's process."""
 POLL_SECONDS = 0.5
 MOST_MAKERS = 16
-"""Processes that make prompts."""
+"""Most processes that make prompts."""
 TOKENS_PER_MAKER = 1 << 21
 """Tokens of samples that a process makes in about the time that it takes to start."""
 ENDLESS_PAGES = 1 << 40
