@@ -12,7 +12,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from encode_cases import LAYOUTS, POISON, EncodeCase, slot_lists
-from kvskim.ops.encode import encode, encoders, page_keys
+from kvskim.ops import encode as encode_module
+from kvskim.ops.encode import EncodeLayer, encode, encode_layers, encoded_together, encoders, page_keys
+from kvskim.selectors import get_selector
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs it on the GPU"))
 KERNELS = ["torch", TRITON]
@@ -173,3 +175,57 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
     with pytest.raises(ValueError, match=message):
         encode(**(arguments | change))
     assert bool((case.records == POISON).all())
+
+
+def layer_of(case: EncodeCase, slots: list[int]) -> EncodeLayer:
+    return EncodeLayer(case.tables, case.key_cache, case.slots(slots), case.records, case.k_scale)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("selector", ["sketch", "rki4"])
+def test_layers_get_the_records_that_each_gets_alone(selector: str, kernels: str) -> None:
+    """Every layer its own slots, caches of two forms, one layer that completes nothing."""
+    cases = [EncodeCase(selector, heads=1 + i % 2, blocks=3, seed=i) for i in range(4)]
+    slots = [[15, 3], [-1, 47], [14, 16], [31, 31]]
+    encode_layers(cases[0].selector, [layer_of(case, own) for case, own in zip(cases, slots)], kernels=kernels)
+    for case, own in zip(cases, slots):
+        assert case.problems(own) == []
+    assert (cases[2].records == POISON).all()
+
+
+def test_layers_are_checked_before_any_record_is_made() -> None:
+    good, bad = EncodeCase(), EncodeCase(seed=1)
+    layers = [layer_of(good, [15]), EncodeLayer(bad.tables, bad.key_cache, bad.slots([15]).int(), bad.records)]
+    with pytest.raises(ValueError, match="slot_mapping must be contiguous int64"):
+        encode_layers(good.selector, layers, kernels="torch")
+    assert (good.records == POISON).all()
+
+
+def test_what_shares_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA kernel for few slots takes layers whose caches have one form; the number of slots, the selector and the dtype decide too."""
+    case = EncodeCase(dim=128, blocks=20)
+    alone = [
+        (layer_of(EncodeCase(dim=128, dtype=torch.float32), [15]), "cuda"), (layer_of(EncodeCase(dim=72), [15]), "cuda"),
+        (layer_of(EncodeCase(options={"record_bytes": 128}), [15]), "cuda"), (layer_of(EncodeCase("rki4"), [15]), "cuda"),
+        (layer_of(case, [-1] * 257), "cuda"), (layer_of(case, [15]), "torch"), (layer_of(case, [15]), "triton"),
+    ]
+    assert not any(encoded_together(layer, kernels) for layer, kernels in alone)
+    assert encoded_together(layer_of(case, [-1] * 256), "cuda")
+
+    from kvskim.ops.cuda import encode as cuda
+
+    launches: list[tuple[int, int]] = []
+    monkeypatch.setattr(cuda, "encode_sketch_layers", lambda tables, caches, slots, records, k_scales, flags: launches.append((len(tables), flags)))
+    monkeypatch.setattr(encode_module, "encode", lambda *arguments, **more: launches.append((1, -1)))
+    same = [EncodeCase(dim=128, blocks=20, seed=i) for i in range(3)]
+    others = [EncodeCase(dim=128, blocks=21), EncodeCase(dim=128, blocks=20, layout="heads"), EncodeCase(dim=64, blocks=20)]
+    layers = [layer_of(one, [15]) for one in (same[0], others[0], same[1], others[1], others[2], same[2])]
+    layers += [layer_of(same[0], [15, 16]), layer_of(same[0], [-1] * 257), layer_of(same[0], [])]
+    encode_layers(case.selector, layers, kernels="cuda", overlap=True)
+    assert launches == [(3, 1), (1, 1), (1, 1), (1, 1), (1, 1), (1, -1)]
+
+
+def test_layers_of_another_selector_are_refused() -> None:
+    case = EncodeCase("rki4")
+    with pytest.raises(ValueError, match="records must be contiguous uint8"):
+        encode_layers(get_selector("sketch"), [layer_of(case, [15])], kernels="torch")

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from encode_cases import LAYOUTS, POISON, EncodeCase, slot_lists
 from kvskim.ops.cuda.library import availability
+from kvskim.ops.encode import EncodeLayer, encode_layers, encoded_together
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -256,3 +257,33 @@ def test_overlapping_launches_see_the_keys_of_the_kernel_ahead(selector: str, ke
         case.key_cache.copy_(source)
         case.encode(mapping, kernels, overlap=True)
     assert case.problems(slots) == []
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 576])
+def test_layers_get_the_records_that_each_gets_alone(dim: int, dtype: torch.dtype) -> None:
+    """More layers than a launch takes, and two of another form; layers that complete nothing, one page, all; padding; and all of it once more in a graph."""
+    cases = [EncodeCase(dim=dim, dtype=dtype, heads=2, block_size=32, blocks=6, seed=i, device="cuda") for i in range(51)]
+    cases += [EncodeCase(dim=dim, dtype=dtype, heads=1, block_size=16, blocks=12, layout="heads", seed=60 + i, device="cuda") for i in range(2)]
+    last = [16 * page + 15 for page in range(12)]
+    lists = [[*last, -1, 3], [-1] * 14, [14, 16, *[-1] * 11, 47], [*last[::-1], 31, 31]]
+    slots = [lists[i % 4] for i in range(len(cases))]
+    layers = [EncodeLayer(case.tables, case.key_cache, case.slots(own), case.records, case.k_scale) for case, own in zip(cases, slots)]
+    assert all(encoded_together(layer, "cuda") for layer in layers)
+    expected = []
+    for case, own in zip(cases, slots):
+        case.run(own, "cuda few")
+        expected.append(case.records.clone())
+        case.records.fill_(POISON)
+    encode_layers(cases[0].selector, layers, kernels="cuda")
+    for i, case in enumerate(cases):
+        assert torch.equal(case.records, expected[i]), i
+        case.records.fill_(POISON)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        encode_layers(cases[0].selector, layers, kernels="cuda", overlap=True)
+    graph.replay()
+    torch.cuda.synchronize()
+    for i, case in enumerate(cases):
+        assert torch.equal(case.records, expected[i]), i

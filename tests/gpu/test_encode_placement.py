@@ -9,7 +9,7 @@ import torch
 
 from kvskim.engines.vllm.encode_placement import CudaStreams, EncodeOrder
 from kvskim.ops.cuda.library import availability
-from kvskim.ops.encode import encode
+from kvskim.ops.encode import EncodeLayer, encode, encode_layers, encoded_together
 from kvskim.ops.step import StepSettings, decode_step
 from kvskim.ops.workspace import Workspace
 from kvskim.rules import RuleParameters
@@ -34,7 +34,7 @@ def prepared(selector: str, layer: int) -> Batch:
 class Model:
     """Layers of attention over caches that grow by a token of each request in every step. The queries of a layer depend on the output of the one before."""
 
-    def __init__(self, selector: str, *, aside: bool) -> None:
+    def __init__(self, selector: str, *, aside: bool, together: bool = False) -> None:
         self.layers = [prepared(selector, layer).to("cuda") for layer in range(2)]
         first = self.layers[0]
         for batch in self.layers:
@@ -53,7 +53,8 @@ class Model:
             window_pages=WINDOW, device="cuda", kernels="cuda",
         )
         self.buffers = self.workspace.buffers(len(LENGTHS))
-        self.order = EncodeOrder(WINDOW)
+        self.together = together
+        self.order = EncodeOrder(WINDOW, lambda layers: encode_layers(first.selector, layers, kernels="cuda"))
         if aside:
             self.order.streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
 
@@ -74,11 +75,11 @@ class Model:
                 lambda aside, batch=batch: encode(
                     batch.selector, batch.tables, batch.key_cache, self.slots, batch.records, kernels="cuda", overlap=not aside
                 ),
-                alone=True,
+                alone=True, together=EncodeLayer(batch.tables, batch.key_cache, self.slots, batch.records) if self.together else None,
             )
             decode_step(
                 self.settings(batch), query, batch.key_cache, batch.value_cache, batch.records, batch.block_table, self.seq_lens,
-                ready=self.ready, workspace=self.workspace, buffers=self.buffers, out=self.out,
+                ready=self.ready, workspace=self.workspace, buffers=self.buffers, out=self.out, selected=self.order.selected,
             )
             self.order.attended(name)
         # What follows the last layer in a model; it must not start before the side stream was joined.
@@ -93,9 +94,12 @@ class Model:
         self.new.copy_(torch.randn(self.new.shape, generator=torch.Generator().manual_seed(step)))
 
 
-@pytest.mark.parametrize("selector", ["sketch", "rki4"])
-def test_graphs_with_records_aside_give_what_eager_steps_give(selector: str) -> None:
-    eager, captured = Model(selector, aside=False), Model(selector, aside=True)
+@pytest.mark.parametrize(("selector", "together"), [("sketch", True), ("sketch", False), ("rki4", False)])
+def test_graphs_with_records_aside_give_what_eager_steps_give(selector: str, together: bool) -> None:
+    """Forked in every layer, or once for all layers."""
+    eager, captured = Model(selector, aside=False), Model(selector, aside=True, together=together)
+    first = captured.layers[0]
+    assert encoded_together(EncodeLayer(first.tables, first.key_cache, captured.slots, first.records), "cuda") == (selector == "sketch")
     # Two graphs of the same step, as an engine has graphs of several sizes; a pass that warms up tells which layer is the last.
     captured.forward()
     torch.cuda.synchronize()

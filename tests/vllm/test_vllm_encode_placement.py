@@ -68,6 +68,22 @@ def one_pass(order: EncodeOrder, streams: Streams, *, capture: bool, alone: bool
     return list(streams.log)
 
 
+def gathered_pass(order: EncodeOrder, streams: Streams, *, layers: str = "abc", alone: str = "") -> list[str]:
+    """The same in a graph, where the records of all layers but those of ``alone`` can be made together; what is told of a layer is its name."""
+    streams.is_capturing = True
+    streams.log.clear()
+    for layer in layers:
+        streams.log.append(f"write {layer}")
+        together = None if layer in alone else layer
+        order.written(layer, lambda aside, layer=layer: streams.log.append(f"encode {layer}{' aside' if aside else ''}"), alone=True, together=together)
+        streams.log.append(f"select {layer}")
+        order.selected()
+        order.selected()
+        streams.log.append(f"attend {layer}")
+        order.attended(layer)
+    return list(streams.log)
+
+
 AT_ONCE = [f"{what} {layer}" for layer in "abc" for what in ("write", "encode", "select", "attend")]
 ASIDE = [
     *(entry for layer in "abc" for entry in (f"write {layer}", f"select {layer}", "fork", f"attend {layer}")),
@@ -87,6 +103,65 @@ def test_every_layer_is_forked_behind_its_selection_and_all_are_joined_behind_th
     for _ in range(3):  # graphs of several sizes, one after the other
         assert one_pass(order, streams, capture=True) == ASIDE
         assert order.forked == 3
+
+
+def gathering_order(window_pages: int = 2) -> tuple[EncodeOrder, Streams]:
+    streams = Streams()
+    order = EncodeOrder(window_pages, lambda layers: streams.log.append(f"encode {' '.join(layers)} together"))
+    order.streams = streams
+    one_pass(order, streams, capture=False)
+    return order, streams
+
+
+def test_records_of_all_layers_are_made_together_behind_the_selection_of_the_last():
+    order, streams = gathering_order()
+    for _ in range(3):
+        assert gathered_pass(order, streams) == [
+            "write a", "select a", "attend a", "write b", "select b", "attend b", "write c", "select c", "fork", "attend c", "join", "encode a b c together",
+        ]
+        assert order.forked == 3
+
+
+def test_layers_that_cannot_be_made_together_are_forked_each():
+    order, streams = gathering_order()
+    assert gathered_pass(order, streams, alone="b") == [
+        "write a", "select a", "attend a", "write b", "select b", "fork", "attend b", "write c", "select c", "fork", "attend c", "join",
+        "encode b aside", "encode a c together",
+    ]
+    assert gathered_pass(order, streams, alone="c") == [
+        "write a", "select a", "attend a", "write b", "select b", "attend b", "write c", "select c", "fork", "fork", "attend c", "join",
+        "encode c aside", "encode a b together",
+    ]
+    assert order.forked == 3
+
+
+def test_nothing_is_gathered_where_nothing_is_forked():
+    small, streams = gathering_order(window_pages=1)
+    assert gathered_pass(small, streams) == AT_ONCE
+    order, streams = gathering_order()
+    # Behind the layer that was the last one, records are made at once.
+    assert gathered_pass(order, streams, layers="abcd")[-5:] == ["encode a b c together", "write d", "encode d", "select d", "attend d"]
+    assert gathered_pass(order, streams, layers="abcd")[-2:] == ["join", "encode a b c d together"]
+    without = EncodeOrder(2)
+    without.streams = streams
+    one_pass(without, streams, capture=False)
+    assert gathered_pass(without, streams) == ASIDE
+
+
+def test_a_graph_without_the_layer_that_makes_all_records_is_an_error():
+    order, streams = gathering_order()
+    gathered_pass(order, streams, layers="ab")
+    with pytest.raises(RuntimeError, match="ended ahead of the layer that makes the records of all layers"):
+        order.written("a", lambda aside: None, alone=True, together="a")
+    # Attention outside the graph that holds the write.
+    order, streams = gathering_order()
+    streams.is_capturing = True
+    order.written("a", lambda aside: None, alone=True, together="a")
+    streams.is_capturing = False
+    with pytest.raises(RuntimeError, match="its records would be missing"):
+        order.selected()
+    # Said once: what comes then is a new pass.
+    assert one_pass(order, streams, capture=False) == AT_ONCE
 
 
 def test_eager_steps_and_steps_with_other_rows_make_records_at_once():
@@ -259,16 +334,22 @@ def shared_page_scenario(engine: MiniEngine, streams: Streams | None) -> list[to
     return results
 
 
-def test_attention_and_records_are_those_of_records_made_at_once():
+@pytest.mark.parametrize("together", [False, True], ids=["in every layer", "together"])
+def test_attention_and_records_are_those_of_records_made_at_once(together, monkeypatch):
+    monkeypatch.setattr(state_module, "encoded_together", lambda layer, kernels: together)
     plain, aside = MiniEngine(FEW), MiniEngine(FEW)
     expected = shared_page_scenario(plain, None)
     streams = give_streams(aside)
     results = shared_page_scenario(aside, streams)
     assert streams.log.count("join") == 40
+    assert streams.log.count("fork") == 40 * (1 if together else len(aside.layers))
     assert all(torch.equal(actual, wanted) for actual, wanted in zip(results, expected, strict=True))
 
 
-def test_latent_attention_makes_records_aside_too():
+@pytest.mark.parametrize("together", [False, True], ids=["in every layer", "together"])
+def test_latent_attention_makes_records_aside_too(together, monkeypatch):
+    monkeypatch.setattr(state_module, "encoded_together", lambda layer, kernels: together)
+
     def run(engine: MlaMiniEngine) -> list[torch.Tensor]:
         a, b = Request(3), Request(4)
         engine.step([(a, 250), (b, 60)])
@@ -280,6 +361,8 @@ def test_latent_attention_makes_records_aside_too():
     streams.is_capturing = True
     results = run(aside)
     assert streams.log.count("join") == 20
+    assert streams.log.count("fork") == 20 * (1 if together else len(aside.layers))
+    assert aside.state.encode_order.forked == len(aside.layers)
     assert all(torch.equal(actual, wanted) for actual, wanted in zip(results, expected, strict=True))
 
 

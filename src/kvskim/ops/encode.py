@@ -9,6 +9,8 @@ Source: docs/how-it-works.md, section "Records".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,6 +86,63 @@ def encode(
     from kvskim.ops.triton.encode_pages import encode_pages
 
     encode_pages(selector, tables, key_cache, slot_mapping, records, k_scale=k_scale)
+
+
+@dataclass(frozen=True)
+class EncodeLayer:
+    """What `encode` is told of one layer: arguments of the same names."""
+
+    tables: Any
+    key_cache: Tensor
+    slot_mapping: Tensor
+    records: Tensor
+    k_scale: float = 1.0
+
+
+def encoded_together(layer: EncodeLayer, kernels: str) -> bool:
+    """Whether `encode_layers` makes the records of such a layer in one launch with those of others: the CUDA kernel of sketch records for few slots."""
+    if kernels != "cuda" or not isinstance(layer.tables, SketchTables) or layer.tables.rotary is not None:
+        return False
+    from kvskim.ops.cuda import encode as cuda
+
+    return cuda.sketch_kernel_serves(layer.tables, layer.key_cache) and layer.slot_mapping.shape[0] <= cuda.FEW_SLOTS
+
+
+def encode_layers(selector: Selector, layers: Sequence[EncodeLayer], *, kernels: str, overlap: bool = False) -> None:
+    """`encode` for several layers of a model: the same records, with fewer launches.
+
+    Args:
+        selector, kernels: as for `encode`.
+        layers: in any order. Those that are `encoded_together` and have caches and records of one form, and as many slots, share launches, 48 of them
+            each; the others have theirs.
+        overlap: as for `encode`, of the first launch.
+
+    Raises:
+        ValueError: what `encode` raises, before anything is launched.
+
+    Example:
+        >>> encode_layers(selector, [EncodeLayer(tables, key_cache, slot_mapping, records) for ...], kernels="cuda")
+    """
+    together: dict[Any, list[EncodeLayer]] = {}
+    for layer in layers:
+        _check(selector, layer.tables, layer.key_cache, layer.slot_mapping, layer.records, layer.k_scale, kernels)
+        cache = layer.key_cache
+        form = (cache.shape, cache.stride(), cache.dtype, cache.device, layer.records.shape, layer.slot_mapping.shape)
+        together.setdefault(form if encoded_together(layer, kernels) else id(layer), []).append(layer)
+    for group in together.values():
+        first = group[0]
+        if first.slot_mapping.shape[0] == 0:
+            continue
+        if encoded_together(first, kernels):
+            from kvskim.ops.cuda import encode as cuda
+
+            cuda.encode_sketch_layers(
+                [layer.tables for layer in group], [layer.key_cache for layer in group], [layer.slot_mapping for layer in group],
+                [layer.records for layer in group], [layer.k_scale for layer in group], cuda.OVERLAP_PREVIOUS if overlap else 0,
+            )
+        else:
+            encode(selector, first.tables, first.key_cache, first.slot_mapping, first.records, k_scale=first.k_scale, kernels=kernels, overlap=overlap)
+        overlap = kernels == "cuda"  # behind the first launch there is nothing else to wait for
 
 
 def encoders(tables: Any, key_cache: Tensor, kernels: str) -> tuple[str | None, ...]:

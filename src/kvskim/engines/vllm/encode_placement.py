@@ -3,10 +3,11 @@
 In a step of decode rows alone a row completes one page at most, and that is in its own window, which is attended in any case. Another row may share
 the page: the prefix cache gives a block away in the step that fills it, and a prompt that is in such blocks but for its last token is a decode row. For
 it the page is the last but one. So with a window of two pages or more no record of a page that a step completes is read in that step: it may be made
-any time after the keys are in the cache and before the next step. Captured steps of that kind make records on a side stream, forked behind select in
-every layer and joined once, behind attention of the last layer, so that no kernel of the main stream waits for them. Forked earlier they would take
-room on the multiprocessors from the scan of the records, which wants every register; attention leaves some. Eager steps, steps with prefills and
-smaller windows make them at once.
+any time after the keys are in the cache and before the next step. Captured steps of that kind make records on a side stream, forked behind select and
+joined behind attention of the last layer, so that no kernel of the main stream waits for them. Forked earlier they would take
+room on the multiprocessors from the scan of the records, which wants every register; attention leaves some. A fork costs a layer about a microsecond,
+whether a page is complete or not. So where one launch can make the records of all layers, there is one fork, in the last layer; else every layer has its
+own. Eager steps, steps with prefills and smaller windows make records at once.
 
 What attention has read from host memory is copied into the hot cache in the same way: behind attention of its layer, beside what follows. What is
 copied where is decided beside attention. That reads the selection, and the layers have one table for it: the next layer writes nothing before it is done,
@@ -15,10 +16,12 @@ nor before what the side stream had ahead of it: there records and copies of ear
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+
+from kvskim.ops.encode import EncodeLayer
 
 SMALLEST_WINDOW = 2
 """With fewer pages in the window a record may be read in the step that makes it."""
@@ -81,10 +84,12 @@ class EncodeOrder:
 
     Args:
         window_pages: pages at the end of a request that are always attended.
+        encode_together: makes the records of several layers, on the side stream.
     """
 
-    def __init__(self, window_pages: int) -> None:
+    def __init__(self, window_pages: int, encode_together: Callable[[Sequence[EncodeLayer]], None] | None = None) -> None:
         self._window_pages = window_pages
+        self._encode_together = encode_together
         self.streams: Streams | None = None
         """Of the device; None where there are none to choose from, so that records are made at once."""
         self.forked = 0
@@ -95,6 +100,7 @@ class EncodeOrder:
         self._joined = False
         self._pending = False
         self._held: Callable[[], None] | None = None
+        self._gathered: list[EncodeLayer] = []
         self._deciding = False
 
     def begins(self, layer: str) -> bool:
@@ -111,18 +117,25 @@ class EncodeOrder:
             self.streams.wait()
         return waits
 
-    def written(self, layer: str, encode: Callable[[bool], None], *, alone: bool) -> None:
+    def written(self, layer: str, encode: Callable[[bool], None], *, alone: bool, together: EncodeLayer | None = None) -> None:
         """The keys of a layer are in the cache: make its records.
 
         Args:
             layer: its name.
             encode: makes the records; its argument says whether on the side stream.
             alone: the step has decode rows of one token and no others, and attention of the layer follows in the same graph if there is one.
+            together: what ``encode_together`` makes the records from, where it makes them with those of other layers in one launch; else None.
+
+        Raises:
+            RuntimeError: the pass before this one was captured and ended ahead of the layer that makes the records of all, so its graph never would.
         """
         self._enter(layer)
         if self._window_pages >= SMALLEST_WINDOW and self.may_fork(alone=alone):
             self.forked += 1
-            self._held = lambda: encode(True)
+            if together is not None and self._encode_together is not None:
+                self._gathered.append(together)
+            else:
+                self._held = lambda: encode(True)
         else:
             encode(False)
 
@@ -144,11 +157,16 @@ class EncodeOrder:
             decide: reads the selection, beside attention; only where `may_fork` says so.
         """
         held, self._held = self._held, None
+        if (held is not None or self._gathered) and (self.streams is None or not self.streams.capturing()):
+            # Made now they would be made once, and never again by the graph that holds the write.
+            self._gathered = []
+            raise RuntimeError("the write of a layer was captured in a CUDA graph and its attention is not; its records would be missing")
         if held is not None:
-            if self.streams is None or not self.streams.capturing():
-                # Made now they would be made once, and never again by the graph that holds the write.
-                raise RuntimeError("the write of a layer was captured in a CUDA graph and its attention is not; its records would be missing")
             self.fork(held)
+        if self._gathered and self._previous == self._last:
+            assert self._encode_together is not None
+            gathered, self._gathered, encode_together = self._gathered, [], self._encode_together
+            self.fork(lambda: encode_together(gathered))
         if decide is not None:
             assert self.streams is not None
             self.fork(decide)
@@ -170,4 +188,9 @@ class EncodeOrder:
             self._last = self._previous
             # What a pass that failed has left does not concern this one.
             self.forked, self._joined, self._pending, self._held = 0, False, False, None
+            if self._gathered:
+                self._gathered = []
+                raise RuntimeError(
+                    "a captured pass of the model ended ahead of the layer that makes the records of all layers; its graph would never make them"
+                )
         self._previous = layer

@@ -7,7 +7,7 @@ can live in one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -32,7 +32,7 @@ from kvskim.layout import PAGE_TOKENS, ceil_div, padded_group
 from kvskim.metrics import metrics
 from kvskim.ops.attend import Kernels
 from kvskim.ops.dispatch import Choice, choose
-from kvskim.ops.encode import encode
+from kvskim.ops.encode import EncodeLayer, encode, encode_layers, encoded_together
 from kvskim.ops.fetch import copy_fetched, fetch
 from kvskim.ops.latent_query import Query
 from kvskim.ops.score import fills_pieces, scorer
@@ -75,7 +75,7 @@ class SkimState:
         self.kernels = Choice("", "not chosen yet")
         self.query_dtype = torch.bfloat16
         """Of the queries, known when `allocate` is called."""
-        self.encode_order = EncodeOrder(self.config.window_pages)
+        self.encode_order = EncodeOrder(self.config.window_pages, self._encode_together)
         self.rows = 0
         """Rows that one launch serves; a larger decode batch runs in parts."""
         self.workspaces: dict[tuple[int, int, int], Workspace] = {}
@@ -309,17 +309,26 @@ class SkimState:
         Args:
             alone: the step has decode rows and no others, so `decode` follows for all of them.
         """
-        self.encode_order.written(layer.name, lambda aside: self.encode(layer, slot_mapping, aside=aside), alone=alone)
+        work = self._encode_layer(layer, slot_mapping)
+        together = work if encoded_together(work, self.kernels.kernels) else None
+        self.encode_order.written(layer.name, lambda aside: self.encode(layer, slot_mapping, aside=aside), alone=alone, together=together)
 
-    def encode(self, layer: LayerState, slot_mapping: Tensor, *, aside: bool = False) -> None:
-        """Make the records of the pages that these slots (int64, -1: none) complete, from the keys in the cache. aside: on a side stream."""
+    def _encode_layer(self, layer: LayerState, slot_mapping: Tensor) -> EncodeLayer:
         records = layer.records.records
         if records is None or layer.tables is None:
             raise RuntimeError(f"layer {layer.name} writes keys before vLLM's profiling run, or before its records were bound")
-        kernels = self.kernels.kernels
+        return EncodeLayer(layer.tables, layer.caches()[0], slot_mapping, records)
+
+    def _encode_together(self, layers: Sequence[EncodeLayer]) -> None:
+        """Make the records of several layers, on a side stream."""
+        encode_layers(self.selector, layers, kernels=self.kernels.kernels)
+
+    def encode(self, layer: LayerState, slot_mapping: Tensor, *, aside: bool = False) -> None:
+        """Make the records of the pages that these slots (int64, -1: none) complete, from the keys in the cache. aside: on a side stream."""
+        work, kernels = self._encode_layer(layer, slot_mapping), self.kernels.kernels
         # Overlapped, as the decode kernels behind it are: it waits for the keys itself. On a side stream there is nothing to overlap with.
         overlap = kernels == "cuda" and not aside
-        encode(self.selector, layer.tables, layer.caches()[0], slot_mapping, records, kernels=kernels, overlap=overlap)
+        encode(self.selector, work.tables, work.key_cache, work.slot_mapping, work.records, kernels=kernels, overlap=overlap)
 
     def decode(
         self, layer: LayerState, query: Query, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor, *, alone: bool

@@ -3,6 +3,9 @@
 Checks of shapes are the caller's (kvskim.ops.encode); `sketch_kernel_serves` and `pages_kernel_serves` say what the kernels take.
 """
 
+import ctypes
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,8 @@ ELEMENT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 
 SKETCH_RECORD_BYTES = 256
 SKETCH_HEAD_DIMS = (64, 96, 128, 256, 576)
+FEW_SLOTS = 256
+"""Most slots of a launch that the kernel for few of them gets by default (encode_sketch.cu, kFewTokens)."""
 LARGEST_PAGE_HEAD_DIM = 576
 OVERLAP_PREVIOUS = 1
 ENCODERS = ("by tokens", "few", "many")
@@ -31,10 +36,22 @@ _sketch = function(
     (POINTER, INT, LONG, LONG, LONG, INT, POINTER, INT, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, LONG, INT, INT, FLOAT, INT,
      INT, STREAM),
 )
+_layers = function(
+    "kvskim_encode_sketch_layers", (POINTER, INT, INT, LONG, LONG, LONG, INT, INT, LONG, INT, INT, INT, STREAM),
+)
 _pages = function(
     "kvskim_encode_pages",
     (POINTER, INT, LONG, LONG, LONG, INT, POINTER, INT, POINTER, INT, INT, INT, POINTER, LONG, INT, INT, INT, FLOAT, INT, STREAM),
 )
+
+
+class _Layer(ctypes.Structure):
+    """EncodeLayer of encode_sketch_few.cuh."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in ("keys", "slot_mapping", "mean", "encode_matrix", "coefficient_bits", "slot_coefficient", "slot_digit", "records")
+    ] + [("key_scale", ctypes.c_float)]
 
 
 def _aligned(key_cache: Tensor) -> bool:
@@ -99,6 +116,35 @@ def encode_sketch(
             pointer(slot_mapping), slot_mapping.shape[0], pointer(mean), pointer(encode_matrix), pointer(coefficient_bits),
             pointer(coefficient_count), pointer(slot_coefficient), pointer(slot_digit), pointer(records), records.shape[0], heads, dim, k_scale,
             encoder, flags, stream(key_cache.device),
+        )
+
+
+def encode_sketch_layers(
+    tables: Sequence[SketchTables], key_caches: Sequence[Tensor], slot_mappings: Sequence[Tensor], records: Sequence[Tensor], k_scales: Sequence[float],
+    flags: int,
+) -> None:
+    """`encode_sketch` with the kernel "few" for several layers, by one launch for each 48 of them.
+
+    Not a torch operator: nothing traces what an engine launches between the layers of a captured step.
+
+    Args:
+        tables, key_caches, slot_mappings, records, k_scales: of each layer, as `encode_sketch` takes them. Caches have the same shape, strides and dtype,
+            records the same shape, and there are as many slots everywhere.
+        flags: OVERLAP_PREVIOUS.
+    """
+    cache, pages = key_caches[0], records[0].shape[0]
+    _, block_size, heads, dim = cache.shape
+    layers = (_Layer * len(tables))(*(
+        _Layer(
+            pointer(keys), pointer(slots), pointer(own.mean), pointer(own.encode_matrix), pointer(own.coefficient_bits), pointer(own.slot_coefficient),
+            pointer(own.slot_digit), pointer(record), scale,
+        )
+        for own, keys, slots, record, scale in zip(tables, key_caches, slot_mappings, records, k_scales)
+    ))
+    with torch.cuda.device(cache.device):
+        _layers(
+            ctypes.addressof(layers), len(tables), ELEMENT_TYPES[cache.dtype], cache.stride(0), cache.stride(1), cache.stride(2), block_size,
+            slot_mappings[0].shape[0], pages, heads, dim, flags, stream(cache.device),
         )
 
 

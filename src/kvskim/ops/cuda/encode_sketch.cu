@@ -9,6 +9,8 @@
 // batches of 16, M of a tensor-core multiply. T and Y are split into two 16-bit parts, so that codes are those of float32 arithmetic except
 // next to a boundary. The 16 modes are processed in parts that need equally many half rows of the record, one warp or two to a half row
 // (32 coefficient rows); the keys are read once per part and encode_matrix once per batch, from L2.
+#include <type_traits>
+
 #include "encode_sketch_few.cuh"
 #include "encode_sketch_resident.cuh"
 
@@ -173,16 +175,42 @@ cudaError_t launch_encode(EncodeSketch parameters, int encoder, int processors, 
   }
 }
 
-template <ElementType Element>
-cudaError_t launch_head_dim(int head_dim, const EncodeSketch& parameters, int encoder, int processors, int flags, cudaStream_t stream) {
+// launch<Element, D>() for the element type and the head dim.
+template <ElementType Element, class Launch>
+cudaError_t for_head_dim(int head_dim, const Launch& launch) {
+  const auto of = [&](auto dim) { return launch(std::integral_constant<ElementType, Element>{}, dim); };
   switch (head_dim) {
-    case 64: return launch_encode<Element, 64>(parameters, encoder, processors, flags, stream);
-    case 96: return launch_encode<Element, 96>(parameters, encoder, processors, flags, stream);
-    case 128: return launch_encode<Element, 128>(parameters, encoder, processors, flags, stream);
-    case 256: return launch_encode<Element, 256>(parameters, encoder, processors, flags, stream);
-    case 576: return launch_encode<Element, 576>(parameters, encoder, processors, flags, stream);
+    case 64: return of(std::integral_constant<int, 64>{});
+    case 96: return of(std::integral_constant<int, 96>{});
+    case 128: return of(std::integral_constant<int, 128>{});
+    case 256: return of(std::integral_constant<int, 256>{});
+    case 576: return of(std::integral_constant<int, 576>{});
     default: return cudaErrorInvalidValue;
   }
+}
+
+template <class Launch>
+cudaError_t for_form(int element, int head_dim, const Launch& launch) {
+  switch (element) {
+    case kBFloat16: return for_head_dim<kBFloat16>(head_dim, launch);
+    case kFloat16: return for_head_dim<kFloat16>(head_dim, launch);
+    case kFloat8E4M3: return for_head_dim<kFloat8E4M3>(head_dim, launch);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+cudaError_t multiprocessors(int& count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error == cudaSuccess ? cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) : error;
+}
+
+// The form of a cache, of which layers may have many; strides count elements. False: not a form that the kernels take.
+bool describe(EncodeSketch& parameters, int element, int64_t block_stride, int64_t token_stride, int64_t head_stride, int block_size) {
+  while (kPageTokens << parameters.block_shift < block_size) ++parameters.block_shift;
+  const int64_t bytes = element == kFloat8E4M3 ? 1 : 2;
+  parameters.block_stride = block_stride * bytes, parameters.token_stride = token_stride * bytes, parameters.head_stride = head_stride * bytes;
+  return kPageTokens << parameters.block_shift == block_size && parameters.token_stride >> 32 == 0;
 }
 
 }  // namespace
@@ -198,23 +226,40 @@ extern "C" int kvskim_encode_sketch(const void* key_cache, int element, int64_t 
   using namespace kvskim;
   if (encoder < kByTokens || encoder > kMany) return cudaErrorInvalidValue;
   if (tokens == 0 || heads == 0) return cudaSuccess;
-  int device = 0, processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int processors = 0;
+  const cudaError_t error = multiprocessors(processors);
   if (error != cudaSuccess) return error;
-  int block_shift = 0;
-  while (kPageTokens << block_shift < block_size) ++block_shift;
-  if (kPageTokens << block_shift != block_size) return cudaErrorInvalidValue;
-  const int64_t bytes = element == kFloat8E4M3 ? 1 : 2;
-  if (token_stride * bytes >> 32) return cudaErrorInvalidValue;
-  const EncodeSketch parameters{static_cast<const uint8_t*>(key_cache), block_stride * bytes, token_stride * bytes, head_stride * bytes,
-                                block_shift, slot_mapping, tokens, /*window=*/0, mean,
-                                static_cast<const __nv_bfloat16*>(encode_matrix), coefficient_bits, coefficient_count, slot_coefficient,
-                                slot_digit, records, pages, heads, key_scale};
-  switch (element) {
-    case kBFloat16: return launch_head_dim<kBFloat16>(head_dim, parameters, encoder, processors, flags, stream);
-    case kFloat16: return launch_head_dim<kFloat16>(head_dim, parameters, encoder, processors, flags, stream);
-    case kFloat8E4M3: return launch_head_dim<kFloat8E4M3>(head_dim, parameters, encoder, processors, flags, stream);
-    default: return cudaErrorInvalidValue;
+  EncodeSketch p{};
+  if (!describe(p, element, block_stride, token_stride, head_stride, block_size)) return cudaErrorInvalidValue;
+  p.keys = static_cast<const uint8_t*>(key_cache), p.slot_mapping = slot_mapping, p.tokens = tokens, p.mean = mean;
+  p.encode_matrix = static_cast<const __nv_bfloat16*>(encode_matrix), p.coefficient_bits = coefficient_bits;
+  p.coefficient_count = coefficient_count, p.slot_coefficient = slot_coefficient, p.slot_digit = slot_digit;
+  p.records = records, p.pages = pages, p.heads = heads, p.key_scale = key_scale;
+  return for_form(element, head_dim, [&](auto type, auto dim) {
+    return launch_encode<decltype(type)::value, decltype(dim)::value>(p, encoder, processors, flags, stream);
+  });
+}
+
+// The same for several layers, whose caches and records have one form, with the kernel for few slots: by so many launches as it takes. layers: EncodeLayer.
+extern "C" int kvskim_encode_sketch_layers(const void* layers, int count, int element, int64_t block_stride, int64_t token_stride, int64_t head_stride,
+                                           int block_size, int tokens, int64_t pages, int heads, int head_dim, int flags, cudaStream_t stream) {
+  using namespace kvskim;
+  if (count < 0) return cudaErrorInvalidValue;
+  if (tokens == 0 || heads == 0) return cudaSuccess;
+  int processors = 0;
+  cudaError_t error = multiprocessors(processors);
+  if (error != cudaSuccess) return error;
+  EncodeLayers all{};
+  if (!describe(all.shared, element, block_stride, token_stride, head_stride, block_size)) return cudaErrorInvalidValue;
+  all.shared.tokens = tokens, all.shared.pages = pages, all.shared.heads = heads;
+  const EncodeLayer* from = static_cast<const EncodeLayer*>(layers);
+  for (; count > 0 && error == cudaSuccess; from += kFewLayers, count -= kFewLayers) {
+    const int now = count < kFewLayers ? count : kFewLayers;
+    for (int i = 0; i < now; ++i) all.layer[i] = from[i];
+    error = for_form(element, head_dim, [&](auto type, auto dim) {
+      return launch_encode_layers<decltype(type)::value, decltype(dim)::value>(all, now, processors, flags, stream);
+    });
+    flags |= kOverlapPrevious;  // the launches behind the first wait for nothing but that one
   }
+  return error;
 }

@@ -12,6 +12,8 @@
 //     are complete. A row whose digits lie in several bytes is multiplied for each of them, by the same instructions in the same order, so
 //     that all of its digits are of one code.
 // A slot holds a digit of a coefficient of its own mode; the scores rest on that too.
+//
+// A launch serves several layers whose caches have one form, as many as its parameters have room for: a decode step makes the records of all layers at once.
 #pragma once
 #include "encode_sketch_resident.cuh"
 
@@ -20,6 +22,36 @@ namespace {
 
 constexpr int kFewThreads = 128;
 constexpr int kFewWindow = 32;  // most slots of a CTA: a lane looks at one
+constexpr int kFewLayers = 48;   // most layers of a launch
+
+// What a layer has of its own.
+struct EncodeLayer {
+  const uint8_t* keys;
+  const int64_t* slot_mapping;
+  const float* mean;
+  const __nv_bfloat16* encode_matrix;
+  const uint8_t* coefficient_bits;
+  const int16_t* slot_coefficient;
+  const uint8_t* slot_digit;
+  uint8_t* records;
+  float key_scale;
+};
+
+struct EncodeLayers {
+  EncodeSketch shared;  // but for what is in EncodeLayer
+  int windows;          // of the slots of a layer: CTAs along z
+  EncodeLayer layer[kFewLayers];
+
+  __device__ __forceinline__ EncodeSketch of(int index) const {
+    const EncodeLayer& own = layer[index];
+    EncodeSketch all = shared;
+    all.keys = own.keys, all.slot_mapping = own.slot_mapping, all.mean = own.mean, all.encode_matrix = own.encode_matrix;
+    all.coefficient_bits = own.coefficient_bits, all.slot_coefficient = own.slot_coefficient, all.slot_digit = own.slot_digit;
+    all.records = own.records, all.key_scale = own.key_scale;
+    return all;
+  }
+};
+static_assert(sizeof(EncodeLayers) <= 4096, "larger parameters need a newer driver");
 
 template <ElementType Element, int D>
 struct Few {
@@ -99,17 +131,19 @@ __device__ __forceinline__ float multiply_piece(float sum, const uint4& row, con
 }
 
 template <ElementType Element, int D>
-__global__ void __launch_bounds__(kFewThreads, Few<Element, D>::most_ctas) encode_sketch_few_kernel(const EncodeSketch parameters) {
+__global__ void __launch_bounds__(kFewThreads, Few<Element, D>::most_ctas) encode_sketch_few_kernel(const __grid_constant__ EncodeLayers layers) {
   using P = Few<Element, D>;
   __shared__ uint4 keys[kPageTokens * P::key_pieces];
   __shared__ float4 mean[D / 4];
   __shared__ float4 vectors[sketch::positions][2][P::pieces];
   __shared__ float4 weights[sketch::positions][kPageTokens / 4];  // T of the four modes
   const int thread = threadIdx.x, lane = thread & 31, head = blockIdx.y;
+  const int layer = blockIdx.z / layers.windows, slot_window = blockIdx.z - layer * layers.windows;
+  const EncodeSketch parameters = layers.of(layer);
   wait_previous_kernel();
   allow_next_kernel();
 
-  const int token = blockIdx.z * parameters.window + lane;
+  const int token = slot_window * parameters.window + lane;
   const int64_t slot = lane < parameters.window && token < parameters.tokens ? parameters.slot_mapping[token] : -1;
   const bool complete = slot >= 0 && (slot & 15) == 15 && (slot >> 4) < parameters.pages;
   const int own_page = complete ? int(slot >> 4) : 0;
@@ -204,15 +238,24 @@ int few_window(int tokens, int slot_ctas, int processors) {
 }
 
 template <ElementType Element, int D>
-cudaError_t launch_encode_few(EncodeSketch parameters, int processors, int flags, cudaStream_t stream) {
+cudaError_t launch_encode_layers(EncodeLayers& layers, int count, int processors, int flags, cudaStream_t stream) {
   const auto kernel = encode_sketch_few_kernel<Element, D>;
   // It leaves most of the shared memory of an SM to the kernels beside it, so an SM that it comes to first should be set up for them.
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
   constexpr int parts = Few<Element, D>::parts;
-  parameters.window = few_window(parameters.tokens, parameters.heads * parts, processors);
-  const dim3 grid(parts, parameters.heads, ceil_div(parameters.tokens, parameters.window));
-  return launch(kernel, grid, kFewThreads, 0, stream, flags, parameters);
+  layers.shared.window = few_window(layers.shared.tokens, layers.shared.heads * parts * count, processors);
+  layers.windows = ceil_div(layers.shared.tokens, layers.shared.window);
+  const dim3 grid(parts, layers.shared.heads, layers.windows * count);
+  return launch(kernel, grid, kFewThreads, 0, stream, flags, layers);
+}
+
+template <ElementType Element, int D>
+cudaError_t launch_encode_few(const EncodeSketch& all, int processors, int flags, cudaStream_t stream) {
+  EncodeLayers layers{all};
+  layers.layer[0] = {all.keys, all.slot_mapping, all.mean, all.encode_matrix, all.coefficient_bits, all.slot_coefficient, all.slot_digit, all.records,
+                     all.key_scale};
+  return launch_encode_layers<Element, D>(layers, 1, processors, flags, stream);
 }
 
 }  // namespace

@@ -6,7 +6,8 @@
 // modes, the inverse DCT and the log-sum-exp run in registers (score_sketch_transform.cuh), and the records of the warp's next tile are on their way
 // meanwhile. One wave of CTAs; a warp whose first tile is past the request's end leaves at once, so the cost follows the live length.
 // What bounds it up to 8 columns is the stream of records, and, before the first tile can be multiplied, that of the weights to all multiprocessors. With
-// 16 columns no one unit is full: instructions, tensor cores and latencies all count.
+// 16 columns no one unit is full: shared memory, mostly with weights, and the schedulers work half of the time, exponentials nearly so, and warps wait for
+// each in turn.
 #include "score_sketch_memory.cuh"
 #include "score_sketch_transform.cuh"
 #include "score_sketch_wide.cuh"
