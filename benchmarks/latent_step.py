@@ -1,8 +1,11 @@
 """What a decode step of latent attention (MLA) costs, operation by operation, beside FlashAttention-3 as vLLM calls it for such models, on a GPU.
 
-    python benchmarks/latent_step.py [1x4K 1x16K 1x128K 16x64K] [--heads 16] [--splits]
+    python benchmarks/latent_step.py [1x4K 1x16K 1x128K 16x64K] [--heads 16] [--splits] [--layers]
 
 Microseconds of one launch, median of 5 replays of a CUDA graph over rotating pages. ``--splits``: also other shapes of the attention kernel.
+``--layers``: instead, layers as an engine has them: the products that take the queries into the latent space and the results out of it, which know
+nothing of programmatic launches, and between them the write of the newest rows and the step, one operation after the other added; and records on a side
+stream, where no page is complete, forked in every layer or in every 16th.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from kvskim.ops.attend import attend
 from kvskim.ops.attend_plan import latent_tickets
 from kvskim.ops.cuda import score_sketch as cuda
 from kvskim.ops.cuda.attend_latent import attend_latent_cuda
+from kvskim.ops.encode import encode
 from kvskim.ops.join_query import join_query
 from kvskim.ops.latent_query import LatentQuery
 from kvskim.ops.score import score
@@ -27,6 +31,7 @@ from kvskim.ops.select import select
 from kvskim.ops.step import StepSettings, decode_step
 from kvskim.ops.triton.attend import attend_triton
 from kvskim.ops.workspace import Workspace
+from kvskim.ops.write_cache import write_cache
 from kvskim.rules import RuleParameters
 from kvskim.selectors import get_selector
 
@@ -82,6 +87,73 @@ class Problem:
             )
 
         return self.each(launch), b
+
+
+class Layers:
+    """A row of layers: the two products of each, and what is between them."""
+
+    WINDOW, LAYERS, PLAIN, VALUE = 2, 16, 128, 128
+
+    def __init__(self, problem):
+        p, heads = problem, problem.heads
+        self.p, self.b = p, p.w.buffers(p.requests)
+        bf16 = dict(dtype=torch.bfloat16, device="cuda")
+        self.plain, self.into = torch.randn(heads, p.requests, self.PLAIN, **bf16), torch.randn(heads, self.PLAIN, LATENT, **bf16) * 0.1
+        self.latent, self.out_of = torch.empty(heads, p.requests, LATENT, **bf16), torch.randn(heads, LATENT, self.VALUE, **bf16) * 0.05
+        self.values = torch.empty(heads, p.requests, self.VALUE, **bf16)
+        self.rows = torch.randn(p.requests, 1, LATENT, **bf16), torch.randn(p.requests, 1, DIM - LATENT, **bf16)
+        self.query = LatentQuery(self.latent.transpose(0, 1), p.rotary)
+        # Of the last token but one: no page is complete.
+        self.slots = [(t[:, (p.context - 2) // BLOCK_SIZE].long() * BLOCK_SIZE + (p.context - 2) % BLOCK_SIZE).contiguous() for t in p.tables]
+        self.side = torch.cuda.Stream()
+
+    def layer(self, i, upto, fork):
+        p, b, table, slots = self.p, self.b, self.p.tables[i % len(self.p.tables)], self.slots[i % len(self.p.tables)]
+        sketch, values = p.sketch, p.cache[..., :LATENT]
+        torch.bmm(self.plain, self.into, out=self.latent)
+        if upto >= 1:
+            write_cache(*self.rows, values, p.cache[..., LATENT:], slots, kernels="cuda", overlap=True)
+        if upto >= 2:
+            cuda.prepare_sketch(
+                self.query.latent, p.cache, sketch.query_matrix, sketch.slot_coefficient, sketch.slot_digit, sketch.mean, table, p.lengths,
+                p.w.sketch_weights, b.base, b.forced, SCALE, 0.0, 1.0, 1, self.WINDOW, 0, OVERLAP | cuda.QUERIES_SETTLED, rest=self.query.rotary,
+            )
+        if upto >= 3:
+            cuda.score_sketch(
+                p.records, table, p.lengths, p.w.sketch_weights, b.forced, b.scores, b.partials, p.heads, BLOCK_SIZE, 1, self.WINDOW, 0, OVERLAP)
+        if upto >= 4:
+            select(
+                b.scores, b.base, b.forced, b.partials, p.lengths, group=p.heads, rule=BUDGET, sink_pages=1, window_pages=self.WINDOW, ready=p.ready,
+                pages=b.pages, counts=b.counts, covered=b.covered, kernels="cuda", keys=b.keys, overlap=True, settled=True,
+            )
+        if fork and (i + 1) % fork == 0:
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
+                encode(p.selector, sketch, p.cache, slots, p.records, kernels="cuda")
+        if upto >= 5:
+            attend(
+                self.query, p.cache, values, table, p.lengths, b.pages, b.counts, scale=SCALE, out=p.out, scratch=p.w, kernels="cuda",
+                overlap_previous=True, settled=True,
+            )
+        torch.bmm(p.out.transpose(0, 1), self.out_of, out=self.values)
+        if fork and i == self.LAYERS - 1:
+            torch.cuda.current_stream().wait_stream(self.side)
+
+    def time(self, upto, fork=0):
+        return time_graph([lambda i=i: self.layer(i, upto, fork) for i in range(self.LAYERS)], 5).median
+
+
+def run_layers(name, problem):
+    layers = Layers(problem)
+    print(f"\n== {name}, {problem.heads} heads, {Layers.LAYERS} layers in a row: a layer, and what it is more than the one above")
+    before = 0.0
+    for upto, label in enumerate(("the two products", "write of the newest rows", "prepare", "scan", "select budget 128", "attend 128 pages")):
+        us = layers.time(upto)
+        print(f"  {us:8.2f}  {us - before:+8.2f}  {label}")
+        before = us
+    for fork, label in ((1, "records forked in every layer"), (Layers.LAYERS, f"records forked in one of {Layers.LAYERS}")):
+        us = layers.time(5, fork)
+        print(f"  {us:8.2f}  {us - before:+8.2f}  with {label}")
 
 
 def run(name, problem, splits):
@@ -165,12 +237,18 @@ def main():
     parser.add_argument("shapes", nargs="*", default=["1x4K", "1x16K", "1x128K", "16x64K"])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--splits", action="store_true")
+    parser.add_argument("--layers", action="store_true")
     arguments = parser.parse_args()
     start = time.monotonic()
     print(f"{torch.cuda.get_device_name()}, copy {copy_bandwidth() / 1e12:.2f} TB/s")
     for name in arguments.shapes:
         requests, context = name.removesuffix("K").split("x")
-        run(name, Problem(int(requests), int(context) << 10, arguments.heads), arguments.splits)
+        problem = Problem(int(requests), int(context) << 10, arguments.heads)
+        if arguments.layers:
+            run_layers(name, problem)
+        else:
+            run(name, problem, arguments.splits)
+        del problem
         torch.cuda.empty_cache()
         print(f"  ({time.monotonic() - start:.0f} s)", flush=True)
 
