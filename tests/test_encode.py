@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -223,6 +224,15 @@ def test_what_shares_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     layers += [layer_of(same[0], [15, 16]), layer_of(same[0], [-1] * 257), layer_of(same[0], [])]
     encode_layers(case.selector, layers, kernels="cuda", overlap=True)
     assert launches == [(3, 1), (1, 1), (1, 1), (1, 1), (1, 1), (1, -1)]
+
+
+def test_python_and_cuda_agree_how_many_slots_are_few() -> None:
+    """Else `encode` and `encode_layers` would take different kernels, whose codes differ next to boundaries."""
+    from kvskim.ops.cuda import build
+    from kvskim.ops.cuda import encode as cuda
+
+    source = (build.FOLDER / "encode_sketch.cu").read_text(encoding="utf-8")
+    assert re.findall(r"constexpr int kFewTokens = (\d+);", source) == [str(cuda.FEW_SLOTS)]
 
 
 def test_layers_of_another_selector_are_refused() -> None:

@@ -45,6 +45,7 @@ ENCODE=(
   'test_encode.py::test_sketch_shapes_dtypes_and_strides[tokens-128-torch.bfloat16-cuda few]'
   'test_encode.py::test_sketch_shapes_dtypes_and_strides[interleaved-256-torch.float8_e4m3fn-cuda many]'
   'test_encode.py::test_few_slots_in_windows_of_every_size[576-1-33]'
+  'test_encode.py::test_layers_get_the_records_that_each_gets_alone[128-torch.bfloat16]'
   'test_encode.py::test_page_selectors[rki4-{}-128-torch.bfloat16-cuda]'
   'test_write_cache.py::test_rows_go_where_their_slots_say[dtype0-128-128-17-pairs]'
   'test_write_cache.py::test_rows_of_a_tier_go_to_its_pool_and_to_its_hot_copies[1-48-dtype0-128-17-3]'

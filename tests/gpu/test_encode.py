@@ -259,11 +259,8 @@ def test_overlapping_launches_see_the_keys_of_the_kernel_ahead(selector: str, ke
     assert case.problems(slots) == []
 
 
-@on_hopper
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [64, 128, 576])
-def test_layers_get_the_records_that_each_gets_alone(dim: int, dtype: torch.dtype) -> None:
-    """More layers than a launch takes, and two of another form; layers that complete nothing, one page, all; padding; and all of it once more in a graph."""
+def many_layers(dim: int, dtype: torch.dtype) -> tuple[list[EncodeCase], list[EncodeLayer], list[torch.Tensor]]:
+    """More layers than a launch takes, and two of another form: some complete nothing, some one page, some all. And the records that each gets alone."""
     cases = [EncodeCase(dim=dim, dtype=dtype, heads=2, block_size=32, blocks=6, seed=i, device="cuda") for i in range(51)]
     cases += [EncodeCase(dim=dim, dtype=dtype, heads=1, block_size=16, blocks=12, layout="heads", seed=60 + i, device="cuda") for i in range(2)]
     last = [16 * page + 15 for page in range(12)]
@@ -276,10 +273,23 @@ def test_layers_get_the_records_that_each_gets_alone(dim: int, dtype: torch.dtyp
         case.run(own, "cuda few")
         expected.append(case.records.clone())
         case.records.fill_(POISON)
+    return cases, layers, expected
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 576])
+def test_layers_get_the_records_that_each_gets_alone(dim: int, dtype: torch.dtype) -> None:
+    cases, layers, expected = many_layers(dim, dtype)
     encode_layers(cases[0].selector, layers, kernels="cuda")
     for i, case in enumerate(cases):
         assert torch.equal(case.records, expected[i]), i
-        case.records.fill_(POISON)
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128, 576])
+def test_layers_get_their_records_in_a_graph(dim: int) -> None:
+    cases, layers, expected = many_layers(dim, torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         encode_layers(cases[0].selector, layers, kernels="cuda", overlap=True)

@@ -75,7 +75,8 @@ class Model:
                 lambda aside, batch=batch: encode(
                     batch.selector, batch.tables, batch.key_cache, self.slots, batch.records, kernels="cuda", overlap=not aside
                 ),
-                alone=True, together=EncodeLayer(batch.tables, batch.key_cache, self.slots, batch.records) if self.together else None,
+                alone=True,
+                together=lambda batch=batch: EncodeLayer(batch.tables, batch.key_cache, self.slots, batch.records) if self.together else None,
             )
             decode_step(
                 self.settings(batch), query, batch.key_cache, batch.value_cache, batch.records, batch.block_table, self.seq_lens,

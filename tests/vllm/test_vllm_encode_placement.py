@@ -74,8 +74,10 @@ def gathered_pass(order: EncodeOrder, streams: Streams, *, layers: str = "abc", 
     streams.log.clear()
     for layer in layers:
         streams.log.append(f"write {layer}")
-        together = None if layer in alone else layer
-        order.written(layer, lambda aside, layer=layer: streams.log.append(f"encode {layer}{' aside' if aside else ''}"), alone=True, together=together)
+        order.written(
+            layer, lambda aside, layer=layer: streams.log.append(f"encode {layer}{' aside' if aside else ''}"), alone=True,
+            together=lambda layer=layer: None if layer in alone else layer,
+        )
         streams.log.append(f"select {layer}")
         order.selected()
         order.selected()
@@ -151,12 +153,12 @@ def test_nothing_is_gathered_where_nothing_is_forked():
 def test_a_graph_without_the_layer_that_makes_all_records_is_an_error():
     order, streams = gathering_order()
     gathered_pass(order, streams, layers="ab")
-    with pytest.raises(RuntimeError, match="ended ahead of the layer that makes the records of all layers"):
-        order.written("a", lambda aside: None, alone=True, together="a")
+    with pytest.raises(RuntimeError, match="did not come to the layer that makes the records of all layers"):
+        order.written("a", lambda aside: None, alone=True, together=lambda: "a")
     # Attention outside the graph that holds the write.
     order, streams = gathering_order()
     streams.is_capturing = True
-    order.written("a", lambda aside: None, alone=True, together="a")
+    order.written("a", lambda aside: None, alone=True, together=lambda: "a")
     streams.is_capturing = False
     with pytest.raises(RuntimeError, match="its records would be missing"):
         order.selected()
@@ -204,6 +206,27 @@ def test_a_pass_that_failed_leaves_nothing_behind():
     streams.forked.clear()
     assert one_pass(order, streams, capture=False) == AT_ONCE
     assert one_pass(order, streams, capture=True) == ASIDE
+
+
+def test_a_pass_that_failed_with_gathered_layers_is_said_once():
+    """It can't be told from a graph that lacks records; the pass after the one that says so is as any other."""
+    order, streams = gathering_order()
+    streams.is_capturing = True
+    for layer in "ab":
+        order.written(layer, lambda aside: pytest.fail("of a pass that has failed"), alone=True, together=lambda layer=layer: layer)
+        order.selected()  # and then something raised
+    with pytest.raises(RuntimeError, match="it failed"):
+        one_pass(order, streams, capture=False)
+    assert one_pass(order, streams, capture=False) == AT_ONCE
+    assert gathered_pass(order, streams)[-1] == "encode a b c together"
+
+
+def test_what_makes_records_together_is_asked_for_only_where_they_are_forked():
+    order, streams = gathering_order()
+    for capture, alone in ((False, True), (True, False)):
+        streams.is_capturing = capture
+        order.written("a", lambda aside: None, alone=alone, together=lambda: pytest.fail("records are made at once"))
+        order.attended("a")
 
 
 def test_other_work_of_a_layer_is_forked_and_joined_like_records():

@@ -117,23 +117,26 @@ class EncodeOrder:
             self.streams.wait()
         return waits
 
-    def written(self, layer: str, encode: Callable[[bool], None], *, alone: bool, together: EncodeLayer | None = None) -> None:
+    def written(self, layer: str, encode: Callable[[bool], None], *, alone: bool, together: Callable[[], EncodeLayer | None] | None = None) -> None:
         """The keys of a layer are in the cache: make its records.
 
         Args:
             layer: its name.
             encode: makes the records; its argument says whether on the side stream.
             alone: the step has decode rows of one token and no others, and attention of the layer follows in the same graph if there is one.
-            together: what ``encode_together`` makes the records from, where it makes them with those of other layers in one launch; else None.
+            together: gives what ``encode_together`` makes the records from, or None where it can't make them with those of other layers in one launch. Only
+                asked where records are forked.
 
         Raises:
-            RuntimeError: the pass before this one was captured and ended ahead of the layer that makes the records of all, so its graph never would.
+            RuntimeError: the pass before this one was captured and did not come to the layer that makes the records of all layers. It failed, or its graph
+                lacks them; from here both look the same. Said once, when the next pass begins: a graph that has ended can't be looked into.
         """
         self._enter(layer)
         if self._window_pages >= SMALLEST_WINDOW and self.may_fork(alone=alone):
             self.forked += 1
-            if together is not None and self._encode_together is not None:
-                self._gathered.append(together)
+            work = together() if together is not None and self._encode_together is not None else None
+            if work is not None:
+                self._gathered.append(work)
             else:
                 self._held = lambda: encode(True)
         else:
@@ -186,11 +189,12 @@ class EncodeOrder:
             self._first = layer
         elif layer == self._first:
             self._last = self._previous
-            # What a pass that failed has left does not concern this one.
+            # What a pass that failed has left does not concern this one, but for records that a graph may lack.
             self.forked, self._joined, self._pending, self._held = 0, False, False, None
             if self._gathered:
                 self._gathered = []
                 raise RuntimeError(
-                    "a captured pass of the model ended ahead of the layer that makes the records of all layers; its graph would never make them"
+                    "the pass of the model before this one was captured and did not come to the layer that makes the records of all layers: it failed "
+                    "(see the error ahead of this one), or its graph would never make them"
                 )
         self._previous = layer

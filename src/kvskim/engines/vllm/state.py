@@ -309,8 +309,10 @@ class SkimState:
         Args:
             alone: the step has decode rows and no others, so `decode` follows for all of them.
         """
-        work = self._encode_layer(layer, slot_mapping)
-        together = work if encoded_together(work, self.kernels.kernels) else None
+        def together() -> EncodeLayer | None:
+            work = self._encode_layer(layer, slot_mapping)
+            return work if encoded_together(work, self.kernels.kernels) else None
+
         self.encode_order.written(layer.name, lambda aside: self.encode(layer, slot_mapping, aside=aside), alone=alone, together=together)
 
     def _encode_layer(self, layer: LayerState, slot_mapping: Tensor) -> EncodeLayer:
